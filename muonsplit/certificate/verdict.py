@@ -1,0 +1,74 @@
+"""Results and the verdict they come to."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from muonsplit.checks.registry import Finding
+
+Status = Literal["passed", "failed", "skipped", "undecided"]
+
+
+class Verdict(Enum):
+    """What a certificate says; the value is the exit code."""
+
+    CONFORMS = 0
+    VIOLATES = 1
+    INCONCLUSIVE = 2
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """What one check came to on one model.
+
+    Attributes:
+        check: Id of the check.
+        status: Whether it passed, failed, did not apply, or could not tell.
+        reason: Why it did not apply or could not tell.
+        findings: What it found.
+        judged: Muon weights it was asked about.
+    """
+
+    check: str
+    status: Status
+    reason: str = ""
+    findings: tuple[Finding, ...] = ()
+    judged: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelResult:
+    """What a subject came to on one model.
+
+    Attributes:
+        model: Name of the model.
+        weights: Muon weights of the full-size model.
+        split: How many of them the plan splits.
+        probed: Muon weights of the miniature the subject was run on.
+        results: One for each check.
+    """
+
+    model: str
+    weights: int
+    split: int
+    probed: int
+    results: tuple[CheckResult, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict on this model."""
+        return verdict_of(self.results)
+
+
+def verdict_of(results: Iterable[CheckResult]) -> Verdict:
+    """Violates if a check failed; inconclusive if one could not tell or none passed."""
+    statuses = {result.status for result in results}
+    if "failed" in statuses:
+        return Verdict.VIOLATES
+    if "undecided" in statuses or "passed" not in statuses:
+        return Verdict.INCONCLUSIVE
+    return Verdict.CONFORMS

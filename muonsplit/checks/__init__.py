@@ -1,0 +1,9 @@
+"""The checks, in the order in which an optimizer goes wrong.
+
+A weight is reported once, at the first stage where it diverges.
+"""
+
+from muonsplit.checks import routing, cut, arithmetic, state  # isort: skip - order of registration
+from muonsplit.checks.registry import CHECKS, Check, Finding
+
+__all__ = ["CHECKS", "Check", "Finding", "arithmetic", "cut", "routing", "state"]

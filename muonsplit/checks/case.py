@@ -1,0 +1,161 @@
+"""One subject on one model: what the plan says, and observations made once, on first use."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from muonsplit.dialect import Dialect
+from muonsplit.geometry import Decision, Plan
+from muonsplit.layout import Layout
+from muonsplit.models.load import Config
+from muonsplit.muon import advance_momentum, orthogonalize
+from muonsplit.observe import gradients
+from muonsplit.observe.cut import Cut, scan_columns, scan_rows
+from muonsplit.observe.tolerance import rounding_bound
+from muonsplit.subjects.drive import Outcome, Task
+from muonsplit.subjects.process import Driver
+from muonsplit.subjects.protocol import Hyper
+
+# Small enough that the step decides the parameter's bits, large enough to be no special case.
+_START = 1e-3
+
+
+@dataclass
+class Case:
+    """A subject on a model.
+
+    Attributes:
+        driver: Runs the subject.
+        config: Config of the miniature it is run on.
+        shapes: Shape of every parameter.
+        plan: What the rules say about the miniature.
+        full: What they say about the full-size model.
+        dialect: The dialect it is held to.
+        seed: Root of every random draw.
+        knows_hyper: Whether the subject takes the hyperparameters it is given.
+        diverged: Weights already reported, with the check that did.
+    """
+
+    driver: Driver
+    config: Config
+    shapes: Mapping[str, tuple[int, ...]]
+    plan: Plan
+    full: Plan
+    dialect: Dialect
+    seed: int
+    knows_hyper: bool
+    diverged: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> list[Decision]:
+        """The Muon weights that nothing has been found against yet."""
+        return [d for d in self.plan.decisions if d.name not in self.diverged]
+
+    @cached_property
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradient that observations start from."""
+        return gradients.draw_uneven(self.shapes, self.seed, "gradient")
+
+    @cached_property
+    def start(self) -> dict[str, Tensor]:
+        """Parameters that observations start from."""
+        return gradients.draw(self.shapes, self.seed, "start", size=_START)
+
+    @cached_property
+    def base(self) -> Outcome:
+        """One step with the gradient."""
+        return self.run([self.gradients])
+
+    @cached_property
+    def rows(self) -> dict[str, Cut]:
+        """The observed row blocks of every matrix."""
+        return scan_rows(self.gradients, self.base.after[0], self.probe, self.seed)
+
+    @cached_property
+    def columns(self) -> dict[str, Cut]:
+        """The observed column blocks of every matrix."""
+        return scan_columns(self.gradients, self.base.after[0], self.probe, self.seed)
+
+    def run(
+        self,
+        steps: Sequence[Mapping[str, Tensor]],
+        start: Mapping[str, Tensor] | None = None,
+        weight_decay: float = 0.0,
+    ) -> Outcome:
+        """Drives a fresh subject through steps with the given gradients."""
+        hyper = Hyper(momentum=self.beta, weight_decay=weight_decay)
+        layouts = self.plan.layouts()
+        return self.driver.run(Task(self.config, start or self.start, steps, layouts, hyper))
+
+    def probe(self, changed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Parameters after one step with other gradients."""
+        return self.run([changed]).after[0]
+
+    @property
+    def beta(self) -> float:
+        """The momentum coefficient that a subject which takes one is given."""
+        return self.dialect.arithmetic.beta
+
+    def setting(self, name: str, weight: str, default: float) -> float:
+        """A hyperparameter as the subject's param group states it, else the one it was given."""
+        return self.base.settings.get(weight, {}).get(name, default)
+
+    @property
+    def knows_lr(self) -> bool:
+        """Whether the learning rate is given or stated, so that sizes can be judged."""
+        return self.knows_hyper or any("lr" in s for s in self.base.settings.values())
+
+    def update(self, weight: str, after: Mapping[str, Tensor]) -> Tensor:
+        """What was subtracted from a weight, in units of the learning rate; float64."""
+        lr = self.setting("lr", weight, Hyper().lr)
+        return (self.start[weight].double() - after[weight].double()) / lr
+
+    def blocks(self, decision: Decision, axis: int = 0) -> tuple[frozenset[int], ...]:
+        """The lines of an axis that the plan wants to move together; a stack's rows run through."""
+        lines = _lines(decision.shape, axis)
+        if decision.layout is not None and decision.layout.axis == axis:
+            return tuple(
+                frozenset(i for a, b in block.spans for i in range(a, b))
+                for block in decision.layout.blocks()
+            )
+        if len(decision.shape) == 3 and axis == 0:
+            rows = decision.shape[1]
+            return tuple(frozenset(range(i, i + rows)) for i in range(0, lines, rows))
+        return (frozenset(range(lines)),)
+
+    def direction(self, weight: str) -> Tensor:
+        """What the first step orthogonalises, from zero state; float64."""
+        gradient = self.gradients[weight].double()
+        beta = self.setting("momentum", weight, self.beta)
+        return advance_momentum(gradient, torch.zeros_like(gradient), self.dialect.arithmetic, beta)
+
+    def expected(self, decision: Decision) -> Tensor:
+        """The exact update of the first step, in units of the learning rate; float64."""
+        exact = self.dialect.arithmetic.exact()
+        return orthogonalize(self.direction(decision.name), decision.layout, exact)
+
+    def bound(self, decision: Decision, direction: Tensor | None = None) -> float:
+        """The largest relative error that rounding may cause in one block of a weight."""
+        whole = self.direction(decision.name) if direction is None else direction
+        return max(
+            rounding_bound(matrix, self.dialect.arithmetic)
+            for matrix in matrices(whole, decision.layout)
+        )
+
+
+def matrices(weight: Tensor, layout: Layout | None) -> list[Tensor]:
+    """The blocks of a weight, or the matrices of a stack, one by one."""
+    if layout is not None:
+        return [block for batch in layout.batches(weight) for block in batch]
+    return list(weight) if weight.ndim == 3 else [weight]
+
+
+def _lines(shape: Sequence[int], axis: int) -> int:
+    columns = shape[-1]
+    total = 1
+    for size in shape:
+        total *= size
+    return columns if axis else total // columns

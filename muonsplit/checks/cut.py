@@ -1,0 +1,157 @@
+"""Is each weight cut where the plan says?"""
+
+import torch
+
+from muonsplit.checks.case import Case
+from muonsplit.checks.registry import Finding, Findings, SkipError, check
+from muonsplit.geometry import Decision
+from muonsplit.observe.fit import fit, hypotheses
+
+# Exact, and no sign change: only a norm that is shared can carry it to other rows.
+_LOUDER = 4.0
+# Enough to trip any clipping by a global norm.
+_MUCH_LOUDER = 1024.0
+
+
+@check("recognition.split", "every weight that the plan splits is split")
+def split(case: Case) -> Findings:
+    """For each weight the plan cuts into heads, the observed cut has more than one block.
+
+    Seen in public: tags dropped on some code paths (DeepSpeed #8612: stage 0, and flat partitions
+    that need padding), fused or MLA names that a recogniser does not know (Megatron, xtuner).
+    """
+    planned = [d for d in case.weights if d.layout is not None]
+    if not case.plan.split:
+        raise SkipError("the plan splits no weight of this model")
+    for d in planned:
+        if _observed_whole(case, d):
+            said = f"whole matrix observed where {d.heads} heads of {d.width} rows are planned"
+            yield Finding(d.name, said, str(d.layout), "whole", _explained(case, d))
+
+
+@check("recognition.whole", "every weight that the plan keeps whole is whole")
+def whole(case: Case) -> Findings:
+    """For each matrix the plan keeps whole, all rows move together.
+
+    Seen in public: the rows of `o_proj` cut although its heads are columns, `dense` matched as a
+    substring of MLP names (DeepSpeed #8384 before its merge), GLM-5's indexer split because 64 × 64
+    rows confirm beside it (released DeepSpeed 0.19.8).
+    """
+    for d in case.weights:
+        if d.layout is None and len(d.shape) == 2 and not case.rows[d.name].whole:
+            seen = case.rows[d.name]
+            blocks = len(seen.blocks)
+            said = f"observed as {blocks} heads of {d.shape[0] // blocks} rows, planned whole"
+            yield Finding(d.name, f"{said}: {d.reason}", "whole", str(seen), _explained(case, d))
+
+
+@check("cut.rows", "every split weight is cut at the planned rows")
+def rows(case: Case) -> Findings:
+    """Compares the observed row blocks with the planned ones, boundary by boundary.
+
+    Seen in public: half heads after tensor parallelism (a stale head count still divides), K and V
+    cut by the query count, experts orthogonalised as one matrix, boundaries off by one.
+    """
+    for d in case.weights:
+        seen, wanted = case.rows[d.name], case.blocks(d)
+        if set(seen.blocks) != set(wanted):
+            said = f"cut into {seen}; planned {_spelled(d, wanted)}"
+            yield Finding(d.name, said, str(d.layout or "whole"), str(seen), _explained(case, d))
+
+
+@check("cut.placement", "each block's update lands in the rows of its own gradient")
+def placement(case: Case) -> Findings:
+    """For each probe, the row whose gradient was changed is among the rows that moved.
+
+    Heads recombined in another order than they were split keep every norm and singular value.
+    """
+    for d in case.weights:
+        seen = case.rows[d.name]
+        if seen.displaced:
+            line = seen.displaced[0]
+            moved = sorted(seen.moved[line])
+            said = f"the gradient of row {line} moves rows {moved[0]} to {moved[-1]} instead"
+            yield Finding(d.name, said, f"row {line} in its own block", str(seen))
+
+
+@check("cut.columns", "no weight is cut along its other axis")
+def columns(case: Case) -> Findings:
+    """Changes signs in one column: every column moves, or the planned block for a Conv1D.
+
+    A split on the input axis divides as well and shows in no shape.
+    """
+    for d in case.weights:
+        seen = case.columns[d.name]
+        if set(seen.blocks) != set(case.blocks(d, axis=1)):
+            yield Finding(d.name, f"columns are cut into {seen}", "one block of columns", str(seen))
+
+
+@check("independence.heads", "no head's update depends on another head's gradient")
+def heads(case: Case) -> Findings:
+    """Multiplies one block's gradient by four: the bits of every other block stay.
+
+    A Frobenius norm over the whole weight couples heads without multiplying their rows, and is
+    finite and plausible; equal heads hide it.
+    """
+    changed, inside = dict(case.gradients), dict[str, list[int]]()
+    for d in case.weights:
+        blocks = case.blocks(d)
+        if len(blocks) > 1:
+            inside[d.name] = sorted(blocks[0])
+            gradient = case.gradients[d.name].clone()
+            gradient.view(-1, gradient.shape[-1])[inside[d.name]] *= _LOUDER
+            changed[d.name] = gradient
+    if not inside:
+        raise SkipError("no weight of this model has more than one block")
+    base, after = case.base.after[0], case.probe(changed)
+    for name, block in inside.items():
+        differs = after[name].view(torch.int32) != base[name].view(torch.int32)
+        moved = differs.flatten(0, -2).any(-1)
+        moved[block] = False
+        if moved.any():
+            row = int(moved.nonzero()[0])
+            said = f"a louder first block (rows {block[0]} to {block[-1]}) moves row {row}"
+            yield Finding(name, said, "blocks do not see each other", "they share a norm")
+
+
+@check("independence.weights", "no weight's update depends on another weight's gradient")
+def weights(case: Case) -> Findings:
+    """Makes one weight's gradient a thousand times as large: all others keep their update.
+
+    Clipping the orthogonalised update by a global norm couples all weights and shrinks each
+    (DeepSpeed's default of 1.0 does so under ZeRO). Clipping raw gradients is harmless: the update
+    does not depend on their size.
+    """
+    louder = next(iter([d for d in case.weights if d.layout is not None] or case.weights), None)
+    if louder is None or len(case.weights) < 2:
+        raise SkipError("fewer than two weights are left to compare")
+    gradient = case.gradients[louder.name]
+    changed = {**case.gradients, louder.name: gradient.flip(0) * _MUCH_LOUDER}
+    base, after = case.base.after[0], case.probe(changed)
+    for d in case.weights:
+        if d is not louder:
+            before = case.update(d.name, base)
+            change = float((case.update(d.name, after) - before).norm() / before.norm())
+            if change > 2 * case.bound(d):
+                said = f"changes by {change:.3g} when only {louder.name} has another gradient"
+                yield Finding(d.name, said, "weights do not see each other", "coupled")
+
+
+def _observed_whole(case: Case, decision: Decision) -> bool:
+    assert decision.layout is not None
+    axis = decision.layout.axis
+    return (case.columns if axis else case.rows)[decision.name].whole
+
+
+def _spelled(decision: Decision, blocks: tuple[frozenset[int], ...]) -> str:
+    return str(decision.layout) if decision.layout else f"{len(blocks)} × {len(blocks[0])}"
+
+
+def _explained(case: Case, decision: Decision) -> dict[str, float]:
+    """How far each usual hypothesis is from the observed update: numbers for the finding."""
+    if len(decision.shape) != 2 or (decision.layout and decision.layout.axis):
+        return {}
+    update = case.update(decision.name, case.base.after[0])
+    named = hypotheses(decision.layout, decision.shape[0])
+    fits = fit(update, case.direction(decision.name), named, case.dialect.arithmetic)
+    return {f"off if {found.hypothesis}": found.residual for found in fits}

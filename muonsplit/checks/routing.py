@@ -1,0 +1,110 @@
+"""Does the subject answer, and is it Muon where it should be?"""
+
+import torch
+
+from muonsplit.checks.case import Case
+from muonsplit.checks.registry import Finding, Findings, UndecidedError, check
+from muonsplit.observe.cut import Cut
+
+# Exact in every dtype, so that a scale-invariant update keeps its bits up to ε.
+_LOUDER = 16.0
+
+
+@check(
+    "subject.answers", "the subject takes a step and leaves finite parameters of the same shapes"
+)
+def answers(case: Case) -> Findings:
+    """One step from zero state with an ordinary gradient.
+
+    Fails if the subject raises, hangs, ends its process, drops or reshapes a parameter, or leaves
+    NaN or infinity behind. Nothing else can be judged then.
+    """
+    _ = case.base
+    yield from ()
+
+
+@check("subject.repeatable", "the same step twice gives the same bits")
+def repeatable(case: Case) -> Findings:
+    """Two fresh subjects take the same step; every bit of every parameter is compared.
+
+    Undecided if they differ: the observations below compare bits, and rounding that is drawn at
+    random (as HeavyBall's) would look like rows that move together.
+    """
+    again = case.run([case.gradients]).after[0]
+    base = case.base.after[0]
+    differing = [n for n in base if not torch.equal(_bits(again[n]), _bits(base[n]))]
+    if differing:
+        raise UndecidedError(
+            f"two identical steps differ in {len(differing)} parameters, first in {differing[0]}"
+        )
+    yield from ()
+
+
+@check("model.miniature", "the miniature is decided as the full-size model is")
+def miniature(case: Case) -> Findings:
+    """Compares the plan of the miniature, kind by kind, with that of the full-size model.
+
+    Undecided if they differ: what is observed on the miniature would say nothing of the model.
+    """
+    small, full = (
+        {(d.owner, d.leaf, d.kind, d.layout is None, len(d.shape)) for d in p.decisions}
+        for p in (case.plan, case.full)
+    )
+    if small != full:
+        one = sorted(small ^ full)[0]
+        raise UndecidedError(f"the miniature decides otherwise than the model on {one[0]}.{one[1]}")
+    yield from ()
+
+
+@check("routing.muon", "every Muon weight moves, by an orthogonalised update")
+def muon(case: Case) -> Findings:
+    """Each weight moves, its rows are multiplied with each other, and size does not matter.
+
+    A gradient sixteen times as large must give the same update. SGD scales with the gradient,
+    AdamW moves each element alone, and a block that is left raw does both. Seen in public:
+    zero.Init placeholders of one dimension sent every weight to AdamW (DeepSpeed #8438), no
+    optimizer math outside ZeRO (#8441).
+    """
+    base = case.base.after[0]
+    louder = case.probe({name: g * _LOUDER for name, g in case.gradients.items()})
+    for d in case.weights:
+        update, again = case.update(d.name, base), case.update(d.name, louder)
+        if not update.any():
+            yield Finding(d.name, "did not move at all", "trained by Muon", "unchanged")
+            continue
+        alone = _alone(case.rows[d.name])
+        if alone and len(case.blocks(d)[0]) > 1:
+            said = f"{_span(alone)} move alone: an elementwise update, as of AdamW or SGD"
+            yield Finding(d.name, said, "trained by Muon", str(case.rows[d.name]))
+            continue
+        change = float((again - update).norm() / update.norm())
+        if change > 2 * case.bound(d):
+            said = "grows with the gradient: what is added is not orthogonalised"
+            yield Finding(
+                d.name, said, "scale-invariant", f"changes by {change:.3g}", {"change": change}
+            )
+
+
+@check("routing.others", "embeddings, output head and vectors are not trained by Muon")
+def others(case: Case) -> Findings:
+    """Changes signs in one row of the embedding's and the head's gradient: no other row may move.
+
+    An orthogonalised update mixes rows; AdamW and SGD do not. Seen in public: DeepSpeed #7641,
+    Moonlight and others trained `lm_head` or the embedding by Muon.
+    """
+    for d in case.plan.others:
+        cut = case.rows.get(d.name)
+        if d.kind in ("embedding", "head") and cut is not None and max(map(len, cut.blocks)) > 1:
+            yield Finding(d.name, f"the {d.kind} is orthogonalised", "trained by AdamW", str(cut))
+
+
+def _alone(cut: Cut) -> list[int]:
+    return sorted(line for line, block in cut.moved.items() if block <= {line})
+
+
+def _span(lines: list[int]) -> str:
+    return f"row {lines[0]}" if len(lines) == 1 else f"rows {lines[0]} to {lines[-1]}"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32)

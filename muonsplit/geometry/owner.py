@@ -1,0 +1,38 @@
+"""Only attention is asked: which role the owner of a weight plays."""
+
+import re
+from typing import NamedTuple
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*|[a-z0-9]+")
+_ATTENTION = frozenset({"attention", "attn", "mla", "mha", "selfattention", "crossattention"})
+_REFUSED = frozenset({"indexer", "scorer", "compressor"})
+
+# Linear-attention classes whose name does not say attention, with what admits each.
+LINEAR_ATTENTION: dict[str, str] = {}
+
+
+class Role(NamedTuple):
+    """Whether an owner may be asked for heads, and why."""
+
+    attention: bool
+    reason: str
+
+
+def role_of(class_name: str, path: str) -> Role:
+    """The role of an owner.
+
+    A part that selects, scores or compresses tokens is refused even where its arithmetic would
+    confirm: GLM-5.2's indexer has 32 × 128 rows, which is 64 × 64 by the config beside it.
+
+    Args:
+        class_name: Class of the owner.
+        path: Its path in the model; a refused ancestor refuses it too.
+    """
+    words = {word.lower() for word in _WORDS.findall(class_name)}
+    ancestors = {part.lower() for part in path.split(".")}
+    for role in sorted(_REFUSED):
+        if role in words or role in ancestors:
+            return Role(False, f"{class_name} has the role of {role}, whatever its shape says")
+    if words & _ATTENTION or class_name in LINEAR_ATTENTION:
+        return Role(True, f"{class_name} is an attention module")
+    return Role(False, f"{class_name} is not known as an attention module")

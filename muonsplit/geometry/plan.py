@@ -1,0 +1,249 @@
+"""The plan: what the rules say about every weight of a model, and why."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from muonsplit.dialect import DEFAULT_DIALECT, Dialect, SplitRule, dialect_named
+from muonsplit.errors import LayoutError, NothingRecognisedError
+from muonsplit.geometry.candidates import HeadGeometry, Reader, candidates
+from muonsplit.geometry.confirm import confirm
+from muonsplit.geometry.leaf import SPLITTABLE, Kind, kind_of, locate
+from muonsplit.geometry.owner import role_of
+from muonsplit.layout import Layout, Segment
+
+_HEAD_LEAVES = frozenset({"lm_head", "embed_out"})
+_ROLES: dict[Kind, str] = {
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "mla_query_up": "q",
+    "mla_key_value_up": "kv",
+    "fused_qkv": "qkv",
+}
+_NEVER: dict[Kind, str] = {
+    "output": "output projection: its heads are on the input axis, rows would divide by accident",
+    "mla_down": "MLA down-projection: the latent has no heads",
+    "gate": "gate: one channel a row, no head mixes",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the rules say about one parameter.
+
+    Attributes:
+        name: Parameter name.
+        shape: Its logical shape.
+        owner: Class of the module that holds the leaf.
+        leaf: Name of the module that holds the weight.
+        kind: What the leaf is.
+        layout: How it is cut; None where it stays whole.
+        heads: Confirmed head count, or None.
+        width: Confirmed rows of one head, or None.
+        source: Where the geometry comes from; empty where there is none.
+        reason: Which candidate confirmed, or why the weight stays whole.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    owner: str
+    leaf: str
+    kind: Kind
+    layout: Layout | None
+    heads: int | None
+    width: int | None
+    source: str
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The decision as plain values; the layout as ``str`` writes it."""
+        layout = None if self.layout is None else str(self.layout)
+        values = {field: getattr(self, field) for field in self.__slots__}
+        return values | {"shape": list(self.shape), "layout": layout}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Decisions on a model's weights, in model order.
+
+    Attributes:
+        dialect: Name of the dialect that was asked.
+        decisions: One for each weight that Muon trains.
+        others: One for each parameter that it does not: embeddings, head, vectors.
+    """
+
+    dialect: str
+    decisions: tuple[Decision, ...]
+    others: tuple[Decision, ...]
+
+    @property
+    def split(self) -> tuple[Decision, ...]:
+        """The weights that are cut."""
+        return tuple(d for d in self.decisions if d.layout is not None)
+
+    def layouts(self) -> dict[str, Layout | None]:
+        """The layout of every Muon weight by name; None for whole."""
+        return {d.name: d.layout for d in self.decisions}
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain values, decisions in model order."""
+        return {
+            "dialect": self.dialect,
+            "decisions": [d.to_json() for d in self.decisions],
+            "others": [d.to_json() for d in self.others],
+        }
+
+    def table(self) -> list[tuple[Decision, int]]:
+        """One decision for each set that differs only by layer, with how many there are."""
+        groups: dict[tuple[object, ...], list[Decision]] = {}
+        for d in self.decisions:
+            key = (d.owner, d.leaf, d.shape, d.layout, d.reason)
+            groups.setdefault(key, []).append(d)
+        return [(found[0], len(found)) for found in groups.values()]
+
+    def raise_if_nothing(self) -> None:
+        """Raises if no weight is split although the dialect splits by heads.
+
+        Raises:
+            NothingRecognisedError: Listing each attention leaf and why it stays whole.
+        """
+        if self.split:
+            return
+        reasons = {
+            f"  {d.leaf} {d.shape} ×{count}: {d.reason}"
+            for d, count in self.table()
+            if d.kind != "other"
+        }
+        listed = "\n".join(sorted(reasons)) or "  no leaf of the model looks like attention"
+        raise NothingRecognisedError(
+            f"No weight of {len(self.decisions)} is split under dialect {self.dialect}:\n{listed}"
+        )
+
+
+def plan(model: nn.Module, dialect: Dialect | str = DEFAULT_DIALECT) -> Plan:
+    """Decides for every parameter of a model how it is cut, if at all.
+
+    Args:
+        model: Any module; on ``meta`` it costs no memory. Tied weights are decided once.
+        dialect: A dialect or its name; its split rule is applied.
+
+    Returns:
+        The plan. It is not an error if nothing is split: see :meth:`Plan.raise_if_nothing`.
+    """
+    chosen = dialect_named(dialect) if isinstance(dialect, str) else dialect
+    modules = dict(model.named_modules())
+    decided = [_decide(name, p, modules, chosen) for name, p in model.named_parameters()]
+    return Plan(
+        chosen.name,
+        tuple(d for d in decided if d.kind not in _NOT_MUON),
+        tuple(d for d in decided if d.kind in _NOT_MUON),
+    )
+
+
+_NOT_MUON: frozenset[Kind] = frozenset({"embedding", "head", "vector", "convolution"})
+
+
+def logical_shape(parameter: Any) -> tuple[int, ...]:
+    """The shape of the whole weight: ``ds_shape`` under zero.Init, else ``shape``."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _decide(
+    name: str, parameter: Any, modules: Mapping[str, nn.Module], chosen: Dialect
+) -> Decision:
+    place, shape = locate(name), logical_shape(parameter)
+    owner = modules.get(place.owner)
+    owner_class = type(owner).__name__ if owner is not None else ""
+
+    def decision(
+        kind: Kind, reason: str, layout: Layout | None = None, found: HeadGeometry | None = None
+    ) -> Decision:
+        heads, width, source = found if found is not None else (None, None, "")
+        return Decision(
+            name, shape, owner_class, place.leaf, kind, layout, heads, width, source, reason
+        )
+
+    if unmuon := _not_muon(name, place.leaf, shape, modules):
+        return decision(*unmuon)
+    role = role_of(owner_class, place.owner)
+    kind = kind_of(place.leaf)
+    if kind == "other" or (kind in _NEVER and not role.attention):
+        return decision("other", f"not an attention projection: {owner_class}.{place.leaf}")
+    if kind in _NEVER:
+        return decision(kind, _NEVER[kind])
+    assert kind in SPLITTABLE
+    if not role.attention:
+        return decision(kind, f"declined by role: {role.reason}")
+    answer = confirm(shape, candidates(kind, owner, _config_of(place.owner, modules)))
+    if answer.geometry is None:
+        return decision(kind, answer.reason)
+    layout, reason = _layout(kind, answer.geometry, chosen.split, owner, place.owner, modules)
+    return decision(kind, reason or answer.reason, layout, answer.geometry)
+
+
+def _not_muon(
+    name: str, leaf: str, shape: tuple[int, ...], modules: Mapping[str, nn.Module]
+) -> tuple[Kind, str] | None:
+    module = modules.get(name.rpartition(".")[0])
+    if isinstance(module, nn.Embedding):
+        return "embedding", "embedding: trained by AdamW"
+    if leaf in _HEAD_LEAVES:
+        return "head", "output head: trained by AdamW"
+    if len(shape) < 2 or 1 in shape[-2:]:
+        return "vector", "vector, or rows of one: nothing to orthogonalise, trained by AdamW"
+    if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return "convolution", "convolution: trained by AdamW"
+    return None
+
+
+def _config_of(path: str, modules: Mapping[str, nn.Module]) -> Any:
+    """The config of the owner, or of the nearest module above it that has one."""
+    for parent in _upwards(path):
+        config = getattr(modules.get(parent), "config", None)
+        if config is not None:
+            return config
+    return None
+
+
+def _upwards(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def _layout(
+    kind: Kind,
+    geometry: HeadGeometry,
+    split: SplitRule,
+    owner: Any,
+    path: str,
+    modules: Mapping[str, nn.Module],
+) -> tuple[Layout | None, str]:
+    """The layout the split rule makes of a geometry, and a reason where it makes none."""
+    heads, width, _ = geometry
+    if split.heads_per_block is None:
+        return None, "the dialect keeps every weight whole"
+    if kind == "fused_qkv" and split.fused_qkv != "heads":
+        return None, f"fused QKV of {heads} heads of {width} rows: the dialect keeps it whole"
+    layout = Layout.heads(_ROLES[kind], heads, width)
+    if kind == "mla_key_value_up" and split.mla_key_value == "apart":
+        key = _key_width(owner, _config_of(path, modules), width)
+        if key is None:
+            return None, "declined: kv is to be cut into K and V, but their widths are not stated"
+        layout = Layout((Segment("k", 1, key), Segment("v", 1, width - key)), groups=heads)
+    try:
+        return layout.per_block(split.heads_per_block), ""
+    except LayoutError as error:
+        return None, f"declined: {error}"
+
+
+def _key_width(owner: Any, config: Any, width: int) -> int | None:
+    for reader in (Reader("owner", owner), Reader("config", config)):
+        nope, value = reader.get("qk_nope_head_dim"), reader.get("v_head_dim")
+        if nope is not None and value is not None and nope + value == width:
+            return nope
+    return None

@@ -1,0 +1,1 @@
+"""Observation: a subject as a black box. It reads no source and knows no plan."""

@@ -1,0 +1,228 @@
+"""Subject for DeepSpeed 0.19.8: its Muon on its own, or inside the engine at a ZeRO stage.
+
+``deepspeed`` steps ``SingleDeviceMuonWithAuxAdam`` on parameters that DeepSpeed's own tagger has
+marked. ``deepspeed:stage=1`` steps the same optimizer through ``deepspeed.initialize``. The two
+are worth comparing: a stage may tag the heads and then orthogonalise the whole matrix.
+
+DeepSpeed is imported when a subject is built, because importing it takes seconds and reads the
+environment. Everything runs in this process, on the CPU, as the only member of a gloo group.
+"""
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import ExitStack
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from muonsplit.errors import SubjectError
+from muonsplit.subjects.protocol import Hyper, Stepper, subject
+
+_MUON = "deepspeed.runtime.zero.muon.original_muon"
+_ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "DS_BUILD_OPS": "0",
+    # Compiling Muon takes most of a minute and rounds differently. Read when Muon is imported.
+    "TORCHDYNAMO_DISABLE": "1",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+}
+
+
+_SWITCH: dict[str, Any] = {"true": True, "false": False}
+_CLIPPING = "gradient_clipping"
+_CHOICES: dict[str, dict[str, Any]] = {
+    "stage": {"0": 0, "1": 1, "2": 2, "3": 3},
+    "ns_method": {"gram": "gram", "standard": "standard"},
+    "parameter_alignment": _SWITCH,
+    "reduce_scatter": _SWITCH,
+    "round_robin_gradients": _SWITCH,
+}
+_NAMES = tuple(sorted((*_CHOICES, _CLIPPING)))
+_WITHOUT_ENGINE = ("ns_method", "stage")
+_OF_ZERO = ("parameter_alignment", "reduce_scatter", "round_robin_gradients")
+
+
+@subject(dialect="deepspeed-0.19.8", recognises=True)
+def build(model: nn.Module, hyper: Hyper, **options: str) -> Stepper:
+    """Builds DeepSpeed's per-head Muon for a model.
+
+    Args:
+        model: The model; DeepSpeed finds the heads from its ``config`` and parameter names.
+        hyper: Learning rate and decay of both the Muon and the Adam parameters, and momentum.
+            With momentum at 0 Adam's betas are 0 as well, so that no step remembers another.
+        **options: ``stage`` (0 to 3; absent steps the optimizer without the engine),
+            ``ns_method`` (gram or standard) and, with a stage, ``gradient_clipping`` (default 0,
+            where DeepSpeed's is 1), ``parameter_alignment``, ``reduce_scatter`` and
+            ``round_robin_gradients`` (true or false).
+
+    Returns:
+        A ``torch.optim.Optimizer`` without a stage, else an :class:`Engine`.
+
+    Raises:
+        SubjectError: An option is unknown, has an unusable value or needs a stage.
+        ValueError: From DeepSpeed, when it finds no attention weight to split by heads.
+    """
+    chosen = _read(options)
+    stage = chosen.pop("stage", None)
+    if stage is None:
+        return _bare(model, hyper, chosen)
+    return Engine(model, _config(hyper, stage, chosen))
+
+
+class Engine:
+    """A DeepSpeed engine, driven as a :class:`~muonsplit.subjects.protocol.Stepper`.
+
+    Args:
+        model: The model, which the engine takes over.
+        config: DeepSpeed's configuration.
+    """
+
+    def __init__(self, model: nn.Module, config: dict[str, Any]) -> None:
+        deepspeed = _deepspeed()
+        _join_group()
+        self._model = model
+        self._gathered = ExitStack()
+        self._gather = deepspeed.zero.GatheredParameters
+        self._sharded = config["zero_optimization"]["stage"] == 3
+        self._engine: Any = deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config
+        )[0]
+
+    def forward(self) -> Tensor:
+        """Returns the loss of the model, holding every weight in its full shape until backward."""
+        if not self._sharded:
+            return self._engine()
+        # Stage 3 gathers a module's weights while that module runs, and the loss may read weights
+        # without calling their module; so the hooks are bypassed and all are gathered at once.
+        self._gathered.enter_context(self._gather(list(self._model.parameters())))
+        return self._model.forward()
+
+    def backward(self, loss: Tensor) -> None:
+        """Propagates the loss and reduces the gradients the way the stage does."""
+        with self._gathered:
+            self._engine.backward(loss)
+
+    def step(self) -> None:
+        """Updates the parameters and clears their gradients."""
+        self._engine.step()
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Returns a copy of every parameter in its full shape, by name."""
+        named = dict(self._model.named_parameters())
+        with self._gather(list(named.values()), enabled=self._sharded):
+            return {name: weight.detach().clone() for name, weight in named.items()}
+
+    def close(self) -> None:
+        """Releases the engine's hooks and buffers; the process group stays for the next one."""
+        self._engine.destroy()
+
+
+def _bare(model: nn.Module, hyper: Hyper, chosen: Mapping[str, Any]) -> torch.optim.Optimizer:
+    deepspeed = _deepspeed()
+    params = _optimizer_params(hyper, chosen)
+    deepspeed.set_optimizer_flags(
+        SimpleNamespace(optimizer_name="muon", optimizer_params=params), model
+    )
+    # The engine's own class needs the engine: stepped on whole weights it ignores the heads.
+    muon: Any = import_module(_MUON)
+    groups: list[dict[str, Any]] = []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for use_muon, extra in ((True, ("momentum", "ns_method")), (False, ("betas",))):
+        members = [p for p in trained if getattr(p, "use_muon", False) is use_muon]
+        keys = ("lr", "weight_decay", *extra)
+        settings = {key: params[key] for key in keys if key in params}
+        groups.append({"params": members, "use_muon": use_muon, **settings})
+    return muon.SingleDeviceMuonWithAuxAdam([group for group in groups if group["params"]])
+
+
+def _read(options: Mapping[str, str]) -> dict[str, Any]:
+    allowed = _NAMES if "stage" in options else _WITHOUT_ENGINE
+    listed = f"Allowed options: {', '.join(allowed)}."
+    chosen: dict[str, Any] = {}
+    for name, text in options.items():
+        if name not in allowed:
+            hint = " With stage=0, 1, 2 or 3 it is allowed too." if name in _NAMES else ""
+            raise SubjectError(
+                f"The deepspeed subject takes no option {name!r} here (value {text!r}).",
+                listed + hint,
+            )
+        try:
+            chosen[name] = _clipping(text) if name == _CLIPPING else _CHOICES[name][text]
+        except (KeyError, ValueError):
+            wanted = ", ".join(_CHOICES.get(name, ("a finite number, 0 or more",)))
+            raise SubjectError(
+                f"Option {name!r} of the deepspeed subject takes {wanted}; got {text!r}.", listed
+            ) from None
+    return chosen
+
+
+def _clipping(text: str) -> float:
+    norm = float(text)
+    if not math.isfinite(norm) or norm < 0:
+        raise ValueError(text)
+    return norm
+
+
+def _optimizer_params(hyper: Hyper, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "lr": hyper.lr,
+        "momentum": hyper.momentum,
+        "weight_decay": hyper.weight_decay,
+        "per_head_muon": True,
+    }
+    if hyper.momentum == 0:
+        params["betas"] = (0.0, 0.0)
+    if "ns_method" in chosen:
+        params["ns_method"] = chosen["ns_method"]
+    return params
+
+
+def _config(hyper: Hyper, stage: int, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        # DeepSpeed refuses Muon at stage 3 with its own default of this option.
+        zero["reduce_scatter"] = False
+    zero.update({key: chosen[key] for key in _OF_ZERO if key in chosen})
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        # By default DeepSpeed clips to norm 1, and at stages 1 to 3 it clips the orthogonalised
+        # update, which would hide the step size of every weight.
+        "gradient_clipping": chosen.get(_CLIPPING, 0.0),
+        "zero_optimization": zero,
+        "optimizer": {
+            "type": "Muon",
+            "params": {**_optimizer_params(hyper, chosen), "torch_adam": True},
+        },
+    }
+
+
+def _deepspeed() -> Any:
+    os.environ.update(_ENVIRONMENT)
+    try:
+        deepspeed: Any = import_module("deepspeed")
+        import_module(_MUON)
+    except ImportError as error:
+        raise SubjectError(
+            f"DeepSpeed cannot be imported: {error}.", "Install deepspeed==0.19.8."
+        ) from error
+    deepspeed.utils.logger.setLevel("ERROR")
+    return deepspeed
+
+
+def _join_group() -> None:
+    # Left to itself DeepSpeed probes for compilers and builds a shared-memory collective, which
+    # one process has no use for.
+    ops: Any = import_module("deepspeed.ops")
+    ops.__compatible_ops__ = defaultdict(bool)
+    distributed: Any = import_module("torch.distributed")
+    if not distributed.is_initialized():
+        # An in-process store needs no port, so runs side by side cannot collide.
+        store = distributed.HashStore()
+        distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
