@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
+import torch
+
 from muonsplit.errors import UsageError
 
 DTypeName = Literal["float64", "float32", "bfloat16", "float16"]
@@ -73,6 +75,12 @@ class Arithmetic:
     norm_factor: float = 1.0
     epsilon: float = 1e-7
     scale: Literal["jordan", "moonlight", "spectral", "bernstein", "none"] = "jordan"
+
+    @property
+    def roundoff(self) -> float:
+        """Unit roundoff of the iteration on a CPU, or of the pre-cast where that is coarser."""
+        names = (self.cpu_dtype, self.pre_cast or self.cpu_dtype)
+        return max(torch.finfo(getattr(torch, name)).eps for name in names) / 2
 
     def exact(self) -> "Arithmetic":
         """The same arithmetic in float64 throughout, without Gram restarts' rounding."""

@@ -13,7 +13,7 @@ from muonsplit.layout import Layout
 from muonsplit.models.load import Config
 from muonsplit.muon import advance_momentum, orthogonalize
 from muonsplit.observe import gradients
-from muonsplit.observe.cut import Cut, scan_columns, scan_rows
+from muonsplit.observe.cut import Cut, differing_lines, scan, turned_lines
 from muonsplit.observe.tolerance import rounding_bound
 from muonsplit.subjects.drive import Outcome, Task
 from muonsplit.subjects.process import Driver
@@ -21,6 +21,8 @@ from muonsplit.subjects.protocol import Hyper
 
 # Small enough that the step decides the parameter's bits, large enough to be no special case.
 _START = 1e-3
+# Enough to trip any clipping by a global norm.
+_MUCH_LOUDER = 1024.0
 
 
 @dataclass
@@ -72,12 +74,42 @@ class Case:
     @cached_property
     def rows(self) -> dict[str, Cut]:
         """The observed row blocks of every matrix."""
-        return scan_rows(self.gradients, self.base.after[0], self.probe, self.seed)
+        return scan(0, self.gradients, self.probe, self._moved, self.seed)
 
     @cached_property
     def columns(self) -> dict[str, Cut]:
         """The observed column blocks of every matrix."""
-        return scan_columns(self.gradients, self.base.after[0], self.probe, self.seed)
+        return scan(1, self.gradients, self.probe, self._moved, self.seed)
+
+    @cached_property
+    def coupled(self) -> dict[str, float]:
+        """Weights whose update changes with other weights' gradients, and by how much.
+
+        Every second parameter gets another gradient, much louder and nearly of rank one, so that
+        norms of gradients and of orthogonalised updates change; then the others.
+        """
+        base, changes = self.base.after[0], dict[str, float]()
+        for half in (0, 1):
+            other = {
+                name: _loud_rank_one(self.gradients[name]) for name in list(self.shapes)[half::2]
+            }
+            after = self.probe({**self.gradients, **other})
+            for d in self.plan.decisions:
+                update = self.update(d.name, base)
+                change = self.update(d.name, after) - update
+                if d.name not in other and change.norm() > 2 * self.bound(d) * update.norm():
+                    changes[d.name] = float(change.norm() / update.norm())
+        return changes
+
+    def _moved(self, weight: str, after: Tensor, axis: int) -> frozenset[int]:
+        base = self.base.after[0]
+        if not self.coupled:
+            return differing_lines(after, base[weight], axis)
+        update, before = (self.update(weight, x) for x in ({weight: after}, base))
+        # What the parameter's own rounding leaves of an update that clipping made small.
+        held = torch.finfo(torch.float32).eps * self.start[weight].norm() / Hyper().lr
+        roundoff = self.dialect.arithmetic.roundoff + float(held / before.norm().clamp(min=1e-300))
+        return turned_lines(update, before, axis, roundoff)
 
     def run(
         self,
@@ -144,6 +176,11 @@ class Case:
             rounding_bound(matrix, self.dialect.arithmetic)
             for matrix in matrices(whole, decision.layout)
         )
+
+
+def _loud_rank_one(gradient: Tensor) -> Tensor:
+    rows = gradient.view(-1, gradient.shape[-1])
+    return ((rows[:1] + 1e-3 * rows) * _MUCH_LOUDER).view(gradient.shape)
 
 
 def matrices(weight: Tensor, layout: Layout | None) -> list[Tensor]:

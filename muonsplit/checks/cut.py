@@ -9,8 +9,6 @@ from muonsplit.observe.fit import fit, hypotheses
 
 # Exact, and no sign change: only a norm that is shared can carry it to other rows.
 _LOUDER = 4.0
-# Enough to trip any clipping by a global norm.
-_MUCH_LOUDER = 1024.0
 
 
 @check("recognition.split", "every weight that the plan splits is split")
@@ -112,29 +110,6 @@ def heads(case: Case) -> Findings:
             row = int(moved.nonzero()[0])
             said = f"a louder first block (rows {block[0]} to {block[-1]}) moves row {row}"
             yield Finding(name, said, "blocks do not see each other", "they share a norm")
-
-
-@check("independence.weights", "no weight's update depends on another weight's gradient")
-def weights(case: Case) -> Findings:
-    """Makes one weight's gradient a thousand times as large: all others keep their update.
-
-    Clipping the orthogonalised update by a global norm couples all weights and shrinks each
-    (DeepSpeed's default of 1.0 does so under ZeRO). Clipping raw gradients is harmless: the update
-    does not depend on their size.
-    """
-    louder = next(iter([d for d in case.weights if d.layout is not None] or case.weights), None)
-    if louder is None or len(case.weights) < 2:
-        raise SkipError("fewer than two weights are left to compare")
-    gradient = case.gradients[louder.name]
-    changed = {**case.gradients, louder.name: gradient.flip(0) * _MUCH_LOUDER}
-    base, after = case.base.after[0], case.probe(changed)
-    for d in case.weights:
-        if d is not louder:
-            before = case.update(d.name, base)
-            change = float((case.update(d.name, after) - before).norm() / before.norm())
-            if change > 2 * case.bound(d):
-                said = f"changes by {change:.3g} when only {louder.name} has another gradient"
-                yield Finding(d.name, said, "weights do not see each other", "coupled")
 
 
 def _observed_whole(case: Case, decision: Decision) -> bool:

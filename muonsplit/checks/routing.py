@@ -56,6 +56,23 @@ def miniature(case: Case) -> Findings:
     yield from ()
 
 
+@check("independence.weights", "no weight's update depends on another weight's gradient")
+def weights(case: Case) -> Findings:
+    """Gives every second weight another, much louder gradient: the rest must keep their update.
+
+    Clipping the orthogonalised update by a global norm couples all weights and shrinks each
+    (DeepSpeed's default of 1.0 does so under ZeRO). Clipping raw gradients is harmless: the update
+    does not depend on their size.
+    """
+    if case.coupled:
+        name, change = max(case.coupled.items(), key=lambda item: item[1])
+        said = (
+            f"{len(case.coupled)} of {len(case.plan.decisions)} weights change with the gradients "
+            f"of others, {name} by {change:.3g}"
+        )
+        yield Finding("", said, "weights do not see each other", "coupled by a common factor")
+
+
 @check("routing.muon", "every Muon weight moves, by an orthogonalised update")
 def muon(case: Case) -> Findings:
     """Each weight moves, its rows are multiplied with each other, and size does not matter.
@@ -66,7 +83,9 @@ def muon(case: Case) -> Findings:
     optimizer math outside ZeRO (#8441).
     """
     base = case.base.after[0]
-    louder = case.probe({name: g * _LOUDER for name, g in case.gradients.items()})
+    # Only what Muon trains: how AdamW's gradients enter a common clipping is not asked here.
+    larger = {d.name: case.gradients[d.name] * _LOUDER for d in case.plan.decisions}
+    louder = case.probe({**case.gradients, **larger})
     for d in case.weights:
         update, again = case.update(d.name, base), case.update(d.name, louder)
         if not update.any():

@@ -14,8 +14,15 @@ from muonsplit.observe.gradients import flip_column, flip_row
 Tensors = Mapping[str, Tensor]
 # Gradients of one step → parameters after it, from zero state.
 Probe = Callable[[Tensors], Tensors]
+# Name, parameter after a probe, axis → the lines that moved.
+Moved = Callable[[str, Tensor, int], frozenset[int]]
 
-MOST_PROBES = 96
+# Lines that move alone are elementwise updates; a few say so, the rest need no probe each.
+_LONE_LINES = 3
+# Half heads of the largest published model; a subject cut finer is wrong long before.
+_MOST_PROBES = 512
+# How many roundings may separate two updates that differ by a common factor only.
+_ROUNDINGS = 32.0
 
 
 @dataclass(slots=True)
@@ -32,8 +39,16 @@ class Cut:
 
     @property
     def blocks(self) -> tuple[frozenset[int], ...]:
-        """The distinct sets that moved together, by their first line."""
-        return tuple(sorted(set(self.moved.values()), key=lambda block: min(block, default=-1)))
+        """The sets of lines that move together, by their first line.
+
+        Sets that overlap are one: in low precision a line may keep its bits by rounding although
+        it is in the block, and the probes of its neighbours show that it is.
+        """
+        blocks: list[frozenset[int]] = []
+        for found in self.moved.values():
+            apart = [block for block in blocks if not block & found]
+            blocks = [*apart, found.union(*(block for block in blocks if block & found))]
+        return tuple(sorted(blocks, key=lambda block: min(block, default=-1)))
 
     @property
     def whole(self) -> bool:
@@ -47,11 +62,15 @@ class Cut:
 
     @property
     def complete(self) -> bool:
-        """Whether the observed blocks cover every line."""
-        return self.next_line() is None
+        """Whether the observed blocks account for every line."""
+        return self._uncovered() is None
 
     def next_line(self) -> int | None:
-        """The first line that no probe has accounted for, or None."""
+        """The first line that still has to be probed, or None."""
+        lone = sum(block <= {line} for line, block in self.moved.items())
+        return self._uncovered() if lone < min(_LONE_LINES, self.lines) else None
+
+    def _uncovered(self) -> int | None:
         covered: set[int] = set()
         for line, block in self.moved.items():
             # A displaced block says how many lines belong together, not which.
@@ -78,53 +97,53 @@ class Cut:
         return spelled if self.complete else f"at least {spelled}"
 
 
-def scan_rows(gradients: Tensors, base: Tensors, probe: Probe, *key: object) -> dict[str, Cut]:
-    """Finds the row blocks of every matrix at once.
+def scan(axis: int, gradients: Tensors, probe: Probe, moved: Moved, *key: object) -> dict[str, Cut]:
+    """Finds how every matrix is cut along one axis, all at once.
 
     Args:
+        axis: 0 for rows, 1 for columns; a stack's rows are counted through.
         gradients: One gradient a parameter; vectors are left alone.
-        base: Parameters after a step with them.
         probe: Steps a fresh subject.
+        moved: Tells which lines of a parameter moved.
         key: Seeds the sign changes.
 
     Returns:
-        A cut for each parameter of two or more dimensions; a stack's rows are counted through.
+        A cut for each parameter of two or more dimensions.
     """
-    lines = {name: g.numel() // g.shape[-1] for name, g in gradients.items() if g.ndim > 1}
-    return _scan(gradients, base, probe, lines, flip_row, _moved_rows, *key, "rows")
-
-
-def scan_columns(gradients: Tensors, base: Tensors, probe: Probe, *key: object) -> dict[str, Cut]:
-    """Finds the column blocks of every matrix at once; see :func:`scan_rows`."""
-    lines = {name: g.shape[-1] for name, g in gradients.items() if g.ndim > 1}
-    return _scan(gradients, base, probe, lines, flip_column, _moved_columns, *key, "columns")
-
-
-def _scan(
-    gradients: Tensors,
-    base: Tensors,
-    probe: Probe,
-    lines: Mapping[str, int],
-    flip: Callable[..., Tensor],
-    moved: Callable[[Tensor], frozenset[int]],
-    *key: object,
-) -> dict[str, Cut]:
-    cuts = {name: Cut(count) for name, count in lines.items()}
-    for _ in range(MOST_PROBES):
+    flip = flip_column if axis else flip_row
+    matrices = {name: g for name, g in gradients.items() if g.ndim > 1}
+    cuts = {n: Cut(g.shape[-1] if axis else g.numel() // g.shape[-1]) for n, g in matrices.items()}
+    for _ in range(_MOST_PROBES):
         chosen = {name: line for name, cut in cuts.items() if (line := cut.next_line()) is not None}
         if not chosen:
             break
-        changed = {name: flip(gradients[name], line, *key, name) for name, line in chosen.items()}
+        changed = {n: flip(gradients[n], line, *key, axis, n) for n, line in chosen.items()}
         after = probe({**gradients, **changed})
         for name, line in chosen.items():
-            differs = after[name].view(torch.int32) != base[name].view(torch.int32)
-            cuts[name].moved[line] = moved(differs)
+            cuts[name].moved[line] = moved(name, after[name], axis)
     return cuts
 
 
-def _moved_rows(differs: Tensor) -> frozenset[int]:
-    return frozenset(differs.flatten(0, -2).any(-1).nonzero().flatten().tolist())
+def differing_lines(after: Tensor, base: Tensor, axis: int) -> frozenset[int]:
+    """Lines of a parameter in which any bit differs; float32, shape ``[..., cols]``."""
+    differs = (after.view(torch.int32) != base.view(torch.int32)).flatten(0, -2)
+    return frozenset(differs.any(1 - axis).nonzero().flatten().tolist())
 
 
-def _moved_columns(differs: Tensor) -> frozenset[int]:
-    return frozenset(differs.flatten(0, -2).any(0).nonzero().flatten().tolist())
+def turned_lines(update: Tensor, base: Tensor, axis: int, roundoff: float) -> frozenset[int]:
+    """Lines of an update that point elsewhere, whatever common factor both were multiplied by.
+
+    Where all weights are coupled through one factor, as by clipping, every bit differs; lines
+    that were only scaled still have their direction up to rounding.
+
+    Args:
+        update: Shape ``[..., cols]``, float64.
+        base: The update it is compared with.
+        axis: 0 for rows, 1 for columns.
+        roundoff: Relative error of one element of either.
+    """
+    lines, others = (x.flatten(0, -2) if axis == 0 else x.flatten(0, -2).mT for x in (update, base))
+    factor = (lines * others).sum(1) / others.square().sum(1).clamp(min=1e-300)
+    off = (lines - factor.unsqueeze(1) * others).norm(dim=1)
+    allowed = _ROUNDINGS * roundoff * lines.norm(dim=1)
+    return frozenset((off > allowed).nonzero().flatten().tolist())

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from muonsplit.dialect import Arithmetic
-from muonsplit.newton_schulz import Coefficients, compute_dtype, schedule
+from muonsplit.newton_schulz import Coefficients, schedule
 
 # Standard deviations. Errors in a matrix of two rows are few and correlated; in one of hundreds
 # their norm hardly varies.
 SAFETY = 4.0
-_MANTISSA = 0.735
+_RMS = 0.735 / 3**0.5
 # The Gram form squares singular values before it rounds; at most eight times the standard form's
 # error was measured over Gaussian, log-spaced, outlier and rank-deficient spectra with a restart.
 GRAM = 10.0
@@ -60,11 +60,9 @@ def rounding_bound(block: Tensor, arithmetic: Arithmetic) -> float:
 
 def _roundoffs(arithmetic: Arithmetic) -> tuple[float, float]:
     """Root mean square relative error of one rounding, to the dtype and in a running sum."""
-    dtype = compute_dtype(arithmetic, torch.device("cpu"))
-    stored = [dtype, getattr(torch, arithmetic.pre_cast or arithmetic.cpu_dtype)]
-    summed = torch.float64 if dtype is torch.float64 else torch.float32
-    once = [torch.finfo(d).eps / 2 / 3**0.5 * _MANTISSA for d in (*stored, summed)]
-    return max(once[:2]), once[2]
+    double = arithmetic.cpu_dtype == "float64"
+    summing = torch.finfo(torch.float64 if double else torch.float32).eps / 2
+    return arithmetic.roundoff * _RMS, summing * _RMS
 
 
 def _f(S: Tensor, coefficients: Coefficients) -> Tensor:
