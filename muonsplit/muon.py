@@ -192,6 +192,15 @@ class PerHeadMuon(torch.optim.Optimizer):
                 self._adamw(p, group)
         return loss
 
+    def orthogonalized(self, names: Sequence[str], updates: Sequence[Tensor]) -> list[Tensor]:
+        """The scaled, orthogonalised updates of named weights, as a step subtracts them.
+
+        Args:
+            names: Weights in ``layouts``.
+            updates: What momentum made of their gradients, one a name.
+        """
+        return orthogonalize_all(updates, [self.layouts[n] for n in names], self.arithmetic)
+
     def _muon(self, named: list[tuple[str, Tensor]], group: dict[str, Any]) -> None:
         updates: list[Tensor] = []
         for _, p in named:
@@ -201,8 +210,7 @@ class PerHeadMuon(torch.optim.Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(p)
             buffer = state["momentum_buffer"]
             updates.append(advance_momentum(p.grad, buffer, self.arithmetic, group["momentum"]))
-        layouts = [self.layouts[name] for name, _ in named]
-        results = orthogonalize_all(updates, layouts, self.arithmetic)
+        results = self.orthogonalized([name for name, _ in named], updates)
         for (_, p), result in zip(named, results, strict=True):
             p.mul_(1 - group["lr"] * group["weight_decay"])
             p.add_(result.to(p.dtype), alpha=-group["lr"])

@@ -140,7 +140,7 @@ def _enough(config: Config, small: dict[str, int], least: int) -> bool:
     ]
     return (
         max(counts, default=4) >= 4
-        and all(v >= least // 2 and v % 2 == 0 for v in widths)
+        and all(v >= least and v % 2 == 0 for v in widths)
         and all(v >= least for v in sizes)
         and all(v >= 4 * least for v in hidden)
         and all(v % 2 == 0 for v in rotary)

@@ -1,0 +1,44 @@
+"""Faults: subjects that must fail, each with its origin and the check that must catch it first."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from muonsplit.dialect import DEFAULT_DIALECT
+from muonsplit.subjects.protocol import subject
+
+Factory = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A planted fault.
+
+    Attributes:
+        name: Name on the command line, as ``faulty:NAME``.
+        check: Id of the check that must be the first to fail.
+        model: Golden model on which the fault shows.
+        origin: Where it was seen in public; empty if it was made for its check.
+        summary: What is wrong, in one line.
+    """
+
+    name: str
+    check: str
+    model: str
+    origin: str
+    summary: str
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(*, check: str, model: str, origin: str = "") -> Callable[[Factory], Factory]:
+    """Registers a factory as a fault; its docstring says what is wrong."""
+
+    def register(factory: Factory) -> Factory:
+        name = factory.__name__.replace("_", "-")
+        summary = (factory.__doc__ or "").strip().splitlines()[0]
+        FAULTS[name] = Fault(name, check, model, origin, summary)
+        return subject(dialect=DEFAULT_DIALECT, recognises=False, models=(model,))(factory)
+
+    return register

@@ -1,0 +1,95 @@
+"""Faults of the step: iteration, momentum, decay, and what couples weights."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from muonsplit.dialect import DEFAULT_DIALECT, Arithmetic, Dialect, dialect_named
+from muonsplit.faulty.base import Broken, Layouts, broken
+from muonsplit.faulty.registry import fault
+from muonsplit.layout import Layout
+from muonsplit.muon import orthogonalize
+from muonsplit.subjects.protocol import Hyper
+
+
+def _with(**changes: object) -> Dialect:
+    sound = dialect_named(DEFAULT_DIALECT)
+    return replace(sound, arithmetic=replace(sound.arithmetic, **changes))  # pyright: ignore[reportArgumentType]
+
+
+@fault(check="arithmetic.direction", model="llama")
+def one_step_short(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
+    """Four Newton–Schulz steps instead of five."""
+    return broken(model, layouts, hyper, dialect=_with(steps=4))
+
+
+@fault(check="state.momentum", model="llama")
+def nesterov_missing(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
+    """The buffer itself is orthogonalised, without the Nesterov step; the first step hides it."""
+    return broken(model, layouts, hyper, dialect=_with(nesterov=False))
+
+
+class _Decaying(Broken):
+    """Decays after the update and from the adjusted rate instead of before it and from lr."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> object:
+        """Takes a step, then decays once more."""
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+        return loss
+
+
+@fault(check="state.decay", model="llama")
+def decay_twice(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
+    """The engine decays the parameters, and so does the optimizer."""
+    return _Decaying(
+        model.named_parameters(),
+        layouts,
+        lr=hyper.lr,
+        momentum=hyper.momentum,
+        weight_decay=hyper.weight_decay,
+    )
+
+
+class _Clipped(Broken):
+    """Clips the orthogonalised updates of all weights to a global norm of one."""
+
+    def orthogonalized(self, names: Sequence[str], updates: Sequence[Tensor]) -> list[Tensor]:
+        """Clips what the reference makes."""
+        results = super().orthogonalized(names, updates)
+        total = torch.stack([r.norm() for r in results]).norm()
+        return [r / total.clamp(min=1.0) for r in results]
+
+
+@fault(check="independence.weights", model="llama", origin="DeepSpeed #7776; its default clipping")
+def update_clipped(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
+    """The update is clipped by its global norm as if it were a gradient."""
+    return _Clipped(model.named_parameters(), layouts, lr=hyper.lr, momentum=hyper.momentum)
+
+
+@fault(check="subject.repeatable", model="llama", origin="HeavyBall: stochastic rounding")
+def rounded_at_random(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
+    """Updates are rounded to bfloat16 up or down at random, so no two runs agree."""
+
+    def how(update: Tensor, layout: Layout | None, arithmetic: Arithmetic) -> Tensor:
+        noise = 1 + (torch.rand_like(update) - 0.5) * torch.finfo(torch.bfloat16).eps
+        return orthogonalize(update * noise, layout, arithmetic)
+
+    return broken(model, layouts, hyper, how)
+
+
+@fault(check="subject.answers", model="llama", origin="dion 2971bba: zero divided by a zero norm")
+def not_a_number(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
+    """A norm without ε divides zero by zero in the first row."""
+
+    def how(update: Tensor, layout: Layout | None, arithmetic: Arithmetic) -> Tensor:
+        result = orthogonalize(update, layout, arithmetic)
+        result[0] *= torch.zeros(()) / torch.zeros(())
+        return result
+
+    return broken(model, layouts, hyper, how)
