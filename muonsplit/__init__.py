@@ -1,15 +1,18 @@
 """muonsplit: is each attention head really orthogonalised on its own?
 
-The names here need torch alone. Certifying, models and the command line need the extras
-``check`` and ``hf``.
+The names here need torch alone, and import it when they are first used. Certifying, models and
+the command line need the extras ``check`` and ``hf``.
 """
 
-from muonsplit.dialect import DIALECTS, Arithmetic, Dialect, SplitRule
-from muonsplit.geometry import Decision, Plan, plan
-from muonsplit.layout import Block, Layout, Segment
-from muonsplit.muon import PerHeadMuon, orthogonalize
-from muonsplit.newton_schulz import newton_schulz
-from muonsplit.subjects.protocol import Hyper, Stepper, subject
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from muonsplit.dialect import DIALECTS, Arithmetic, Dialect, SplitRule
+    from muonsplit.geometry import Decision, Plan, plan
+    from muonsplit.layout import Block, Layout, Segment
+    from muonsplit.muon import PerHeadMuon, orthogonalize
+    from muonsplit.subjects.protocol import Hyper, Stepper, subject
 
 __version__ = "0.1.0"
 
@@ -26,8 +29,22 @@ __all__ = [
     "Segment",
     "SplitRule",
     "Stepper",
-    "newton_schulz",
     "orthogonalize",
     "plan",
     "subject",
 ]
+
+_HOMES = {
+    "dialect": ("DIALECTS", "Arithmetic", "Dialect", "SplitRule"),
+    "geometry": ("Decision", "Plan", "plan"),
+    "layout": ("Block", "Layout", "Segment"),
+    "muon": ("PerHeadMuon", "orthogonalize"),
+    "subjects.protocol": ("Hyper", "Stepper", "subject"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"muonsplit.{home}"), name)
+    raise AttributeError(f"module 'muonsplit' has no attribute {name!r}")

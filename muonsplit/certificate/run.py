@@ -5,16 +5,22 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from muonsplit.certificate.verdict import CheckResult, ModelResult, Verdict, verdict_of
+from muonsplit.certificate.verdict import (
+    CheckResult,
+    ModelResult,
+    Verdict,
+    WeightResult,
+    verdict_of,
+)
 from muonsplit.checks import CHECKS, Check, Finding
 from muonsplit.checks.case import Case
 from muonsplit.checks.registry import SkipError, UndecidedError, check_named
 from muonsplit.dialect import Dialect, dialect_named
 from muonsplit.errors import SubjectFaultError
-from muonsplit.geometry import plan
+from muonsplit.geometry import Decision, plan
 from muonsplit.models.load import ModelSpec, build, resolve
 from muonsplit.models.miniature import miniature
-from muonsplit.subjects.process import Driver, InProcess, Worker
+from muonsplit.subjects.process import Driver, Worker
 
 # Without these nothing that follows means anything.
 _GATES = ("subject.answers", "subject.repeatable", "model.miniature")
@@ -50,79 +56,98 @@ class Certificate:
         return verdict_of(chain.from_iterable(model.results for model in self.models))
 
 
-def certify(
-    subject: str = "builtin:reference",
-    models: Sequence[str] = (),
-    dialect: str | None = None,
-    *,
-    seed: int = 0,
-    only: Sequence[str] = (),
-    in_process: bool = False,
-    timeout: float = 60.0,
-    progress: Progress = lambda model, check: None,
-) -> Certificate:
-    """Certifies a subject.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked of a subject.
 
-    Args:
-        subject: Connection string; see :mod:`muonsplit.subjects.connect`.
+    Attributes:
         models: Models to certify on; by default those the subject declares.
         dialect: Dialect to hold it to; by default the one it declares, asked per head.
         seed: Root of every random draw.
         only: Ids of the checks to run, besides those that gate the rest; all by default.
-        in_process: Runs the subject in this process, for debugging.
-        timeout: Seconds one run of the subject may take.
         progress: Told the model and check that begin.
+    """
+
+    models: Sequence[str] = ()
+    dialect: str | None = None
+    seed: int = 0
+    only: Sequence[str] = ()
+    progress: Progress = lambda model, check: None
+
+
+def certify(driver: Driver, question: Question) -> Certificate:
+    """Certifies a subject.
+
+    Args:
+        driver: Runs the subject.
+        question: What is asked of it.
 
     Raises:
         MuonsplitError: If the question itself is wrong: no such subject, model, dialect, check.
     """
-    chosen = _chosen(only)
-    asked = dialect_named(dialect) if dialect is not None else None
-    driver = InProcess(subject) if in_process else Worker(subject, timeout)
-    with driver:
-        described = driver.describe()
-        held_to = asked or dialect_named(described["dialect"]).asked_per_head()
-        specs = [resolve(name) for name in models or described["models"]]
-        results = [
-            _certify_model(spec, driver, described, held_to, seed, chosen, progress)
-            for spec in specs
-        ]
-    ids = tuple(c.id for c in chosen)
-    return Certificate(subject, described, held_to, seed, not in_process, ids, tuple(results))
-
-
-def _chosen(only: Sequence[str]) -> list[Check]:
-    wanted = {check_named(id).id for id in only} or set(CHECKS)
-    return [c for c in CHECKS.values() if c.id in wanted or c.id in _GATES]
-
-
-def _certify_model(
-    spec: ModelSpec,
-    driver: Driver,
-    described: dict[str, Any],
-    dialect: Dialect,
-    seed: int,
-    checks: Sequence[Check],
-    progress: Progress,
-) -> ModelResult:
-    progress(spec.name, "plan")
-    full = plan(build(spec.config), dialect)
-    small = miniature(spec.config)
-    model = build(small)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    knows_hyper = "hyper" in described["takes"]
-    case = Case(driver, small, shapes, plan(model, dialect), full, dialect, seed, knows_hyper)
-    results: list[CheckResult] = []
-    for check in checks:
-        progress(spec.name, check.id)
-        results.append(_result(check, case, results))
-    return ModelResult(
-        spec.name,
-        len(full.decisions),
-        len(full.split),
-        len(case.plan.decisions),
+    wanted = {check_named(id).id for id in question.only} or set(CHECKS)
+    checks = [c for c in CHECKS.values() if c.id in wanted or c.id in _GATES]
+    asked = None if question.dialect is None else dialect_named(question.dialect)
+    specs = [resolve(name) for name in question.models]
+    described = driver.describe()
+    dialect = asked or dialect_named(described["dialect"]).asked_per_head()
+    specs = specs or [resolve(name) for name in described["models"]]
+    results: list[ModelResult] = []
+    for spec in specs:
+        question.progress(spec.name, "plan")
+        case = _case(spec, driver, described, dialect, question.seed)
+        results.append(_model_result(spec.name, case, checks, question.progress))
+    return Certificate(
+        driver.spec,
+        described,
+        dialect,
+        question.seed,
+        isinstance(driver, Worker),
+        tuple(c.id for c in checks),
         tuple(results),
     )
+
+
+def _case(
+    spec: ModelSpec, driver: Driver, described: dict[str, Any], dialect: Dialect, seed: int
+) -> Case:
+    small = miniature(spec.config)
+    model = build(small)
+    return Case(
+        driver,
+        small,
+        {name: tuple(p.shape) for name, p in model.named_parameters()},
+        plan(model, dialect),
+        plan(build(spec.config), dialect),
+        dialect,
+        seed,
+        "hyper" in described["takes"],
+    )
+
+
+def _model_result(
+    name: str, case: Case, checks: Sequence[Check], progress: Progress
+) -> ModelResult:
+    results: list[CheckResult] = []
+    for check in checks:
+        progress(name, check.id)
+        results.append(_result(check, case, results))
+    weights = tuple(_weight_result(d, case) for d in case.plan.decisions)
+    return ModelResult(
+        name, len(case.full.decisions), len(case.full.split), weights, tuple(results)
+    )
+
+
+def _weight_result(d: Decision, case: Case) -> WeightResult:
+    blocks, planned = case.blocks(d), str(d.layout or "whole")
+    if d.layout is None and len(d.shape) == 3:
+        planned = f"{d.shape[0]} experts, each whole"
+    seen = case.seen_rows.get(d.name)
+    observed = ""
+    if seen is not None:
+        observed = planned if set(seen.blocks) == set(blocks) else str(seen)
+    leaf, diverged = f"{d.owner}.{d.leaf}", case.diverged.get(d.name, "")
+    return WeightResult(d.name, leaf, d.shape, planned, observed, diverged)
 
 
 def _result(check: Check, case: Case, before: Sequence[CheckResult]) -> CheckResult:

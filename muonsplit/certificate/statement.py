@@ -120,9 +120,9 @@ def _model(model: ModelResult) -> dict[str, Any]:
     return {
         "name": model.model,
         "verdict": str(model.verdict),
-        "weights": model.weights,
+        "full": model.full,
         "split": model.split,
-        "probed": model.probed,
+        "weights": [asdict(weight) for weight in model.weights],
         "counts": counts,
         "results": results,
     }

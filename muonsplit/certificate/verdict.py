@@ -41,21 +41,42 @@ class CheckResult:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightResult:
+    """What became of one Muon weight of the miniature.
+
+    Attributes:
+        weight: Parameter name.
+        leaf: Owner's class and leaf, as ``Owner.leaf``.
+        shape: Its shape.
+        planned: The planned cut.
+        observed: The observed cut, or an empty string if it was not looked at.
+        diverged: Check that found something against it first, or an empty string.
+    """
+
+    weight: str
+    leaf: str
+    shape: tuple[int, ...]
+    planned: str
+    observed: str
+    diverged: str
+
+
+@dataclass(frozen=True, slots=True)
 class ModelResult:
     """What a subject came to on one model.
 
     Attributes:
         model: Name of the model.
-        weights: Muon weights of the full-size model.
+        full: Muon weights of the full-size model.
         split: How many of them the plan splits.
-        probed: Muon weights of the miniature the subject was run on.
+        weights: The Muon weights of the miniature the subject was run on.
         results: One for each check.
     """
 
     model: str
-    weights: int
+    full: int
     split: int
-    probed: int
+    weights: tuple[WeightResult, ...]
     results: tuple[CheckResult, ...]
 
     @property

@@ -76,6 +76,11 @@ class Case:
         """The observed row blocks of every matrix."""
         return scan(0, self.gradients, self.probe, self._moved, self.seed)
 
+    @property
+    def seen_rows(self) -> Mapping[str, Cut]:
+        """:attr:`rows` if anything has looked at them, else nothing."""
+        return self.__dict__.get("rows", {})
+
     @cached_property
     def columns(self) -> dict[str, Cut]:
         """The observed column blocks of every matrix."""

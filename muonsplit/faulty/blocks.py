@@ -94,15 +94,13 @@ def last_head_raw(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
     return broken(model, layouts, hyper, how)
 
 
-@fault(check="cut.columns", model="llama")
+@fault(check="cut.columns", model="llama", kind="any Muon")
 def columns_cut(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
-    """Each head is cut once more, in the middle of its input axis."""
+    """Each block is cut once more, in the middle of its input axis."""
 
     def how(update: Tensor, layout: Layout | None, arithmetic: Arithmetic) -> Tensor:
-        if layout is None:
-            return orthogonalize(update, layout, arithmetic)
-        halves = update.chunk(2, dim=1)
-        return torch.cat([orthogonalize(half, layout, arithmetic) for half in halves], dim=1)
+        halves = update.chunk(2, dim=-1)
+        return torch.cat([orthogonalize(half, layout, arithmetic) for half in halves], dim=-1)
 
     return broken(model, layouts, hyper, how)
 

@@ -83,7 +83,7 @@ def query_count_for_key_value(model: nn.Module, layouts: Layouts, hyper: Hyper) 
     return broken(model, cut, hyper)
 
 
-@fault(check="routing.others", model="llama")
+@fault(check="routing.others", model="llama", kind="any Muon")
 def embedding_in_muon(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
     """Every matrix is trained by Muon, the embedding and the output head among them."""
     matrices = {name: None for name, p in model.named_parameters() if p.ndim >= 2}

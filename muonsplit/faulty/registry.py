@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from muonsplit.dialect import DEFAULT_DIALECT
 from muonsplit.subjects.protocol import subject
 
 Factory = Callable[..., Any]
+Kind = Literal["per-head Muon", "any Muon"]
+
+_MADE = "made for its check"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +21,15 @@ class Fault:
         name: Name on the command line, as ``faulty:NAME``.
         check: Id of the check that must be the first to fail.
         model: Golden model on which the fault shows.
-        origin: Where it was seen in public; empty if it was made for its check.
+        kind: Whether only a per-head split can have it, or any Muon.
+        origin: Where it was seen in public, or that it was made for its check.
         summary: What is wrong, in one line.
     """
 
     name: str
     check: str
     model: str
+    kind: Kind
     origin: str
     summary: str
 
@@ -32,13 +37,15 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(*, check: str, model: str, origin: str = "") -> Callable[[Factory], Factory]:
+def fault(
+    *, check: str, model: str, kind: Kind = "per-head Muon", origin: str = _MADE
+) -> Callable[[Factory], Factory]:
     """Registers a factory as a fault; its docstring says what is wrong."""
 
     def register(factory: Factory) -> Factory:
         name = factory.__name__.replace("_", "-")
         summary = (factory.__doc__ or "").strip().splitlines()[0]
-        FAULTS[name] = Fault(name, check, model, origin, summary)
+        FAULTS[name] = Fault(name, check, model, kind, origin, summary)
         return subject(dialect=DEFAULT_DIALECT, recognises=False, models=(model,))(factory)
 
     return register

@@ -19,13 +19,13 @@ def _with(**changes: object) -> Dialect:
     return replace(sound, arithmetic=replace(sound.arithmetic, **changes))  # pyright: ignore[reportArgumentType]
 
 
-@fault(check="arithmetic.direction", model="llama")
+@fault(check="arithmetic.direction", model="llama", kind="any Muon")
 def one_step_short(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
     """Four Newton–Schulz steps instead of five."""
     return broken(model, layouts, hyper, dialect=_with(steps=4))
 
 
-@fault(check="state.momentum", model="llama")
+@fault(check="state.momentum", model="llama", kind="any Muon")
 def nesterov_missing(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
     """The buffer itself is orthogonalised, without the Nesterov step; the first step hides it."""
     return broken(model, layouts, hyper, dialect=_with(nesterov=False))
@@ -44,7 +44,7 @@ class _Decaying(Broken):
         return loss
 
 
-@fault(check="state.decay", model="llama")
+@fault(check="state.decay", model="llama", kind="any Muon")
 def decay_twice(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
     """The engine decays the parameters, and so does the optimizer."""
     return _Decaying(
@@ -66,13 +66,23 @@ class _Clipped(Broken):
         return [r / total.clamp(min=1.0) for r in results]
 
 
-@fault(check="independence.weights", model="llama", origin="DeepSpeed #7776; its default clipping")
+@fault(
+    check="independence.weights",
+    model="llama",
+    kind="any Muon",
+    origin="DeepSpeed #7776; its default clipping",
+)
 def update_clipped(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
     """The update is clipped by its global norm as if it were a gradient."""
     return _Clipped(model.named_parameters(), layouts, lr=hyper.lr, momentum=hyper.momentum)
 
 
-@fault(check="subject.repeatable", model="llama", origin="HeavyBall: stochastic rounding")
+@fault(
+    check="subject.repeatable",
+    model="llama",
+    kind="any Muon",
+    origin="HeavyBall: stochastic rounding",
+)
 def rounded_at_random(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
     """Updates are rounded to bfloat16 up or down at random, so no two runs agree."""
 
@@ -83,7 +93,12 @@ def rounded_at_random(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broke
     return broken(model, layouts, hyper, how)
 
 
-@fault(check="subject.answers", model="llama", origin="dion 2971bba: zero divided by a zero norm")
+@fault(
+    check="subject.answers",
+    model="llama",
+    kind="any Muon",
+    origin="dion 2971bba: zero divided by a zero norm",
+)
 def not_a_number(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
     """A norm without ε divides zero by zero in the first row."""
 

@@ -63,7 +63,8 @@ class Worker:
         Raises:
             SubjectError: If it cannot be connected to.
         """
-        self._start()
+        if self._process is None:
+            self._start()
         # The first answer waits for torch and whatever the subject imports.
         return self._ask({"do": "describe", "subject": self.spec}, {}, _STARTING_S)[0]
 
@@ -109,7 +110,6 @@ class Worker:
         return process.wait()
 
     def _start(self) -> None:
-        self._end()
         self._log.seek(0)
         self._log.truncate()
         self._process = subprocess.Popen(

@@ -1,0 +1,5 @@
+"""``python -m muonsplit``."""
+
+from muonsplit.cli import main
+
+main()

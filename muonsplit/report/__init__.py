@@ -1,0 +1,1 @@
+"""Reports: the same tables on a terminal, in Markdown, and what machines read in JSON."""

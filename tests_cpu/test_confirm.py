@@ -1,0 +1,290 @@
+"""Candidates are collected, shape decides, and nothing a config holds or raises gets through."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForImageTextToText, Mistral3Config
+
+from muonsplit.geometry import plan
+from muonsplit.geometry.candidates import HeadGeometry, Reader, candidates
+from muonsplit.geometry.confirm import confirm
+from muonsplit.geometry.leaf import Kind
+
+
+def of(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(**fields)
+
+
+def sizes(kind: Kind, owner: Any, config: Any) -> set[tuple[int, int]]:
+    return {(c.heads, c.width) for c in candidates(kind, owner, config)}
+
+
+def test_one_candidate_confirms() -> None:
+    answer = confirm((32, 7), [HeadGeometry(4, 8, "owner.num_heads × owner.head_dim")])
+    assert answer.geometry == (4, 8, "owner.num_heads × owner.head_dim")
+    assert answer.reason == "confirmed: 4 × 8 = 32 (owner.num_heads × owner.head_dim)"
+
+
+def test_two_routes_to_one_answer_are_one_answer() -> None:
+    routes = [HeadGeometry(8, 96, "config.a × config.b"), HeadGeometry(8, 96, "owner.a × owner.b")]
+    for order in (routes, routes[::-1]):
+        answer = confirm((768, 256), order)
+        assert answer.geometry == (8, 96, "owner.a × owner.b")
+
+
+def test_disagreement_is_ambiguous_and_names_both() -> None:
+    both = [HeadGeometry(8, 96, "owner.a × owner.b"), HeadGeometry(12, 64, "config.c × config.d")]
+    for order in (both, both[::-1]):
+        answer = confirm((768, 256), order)
+        assert answer.geometry is None
+        assert "ambiguous" in answer.reason
+        assert "8 × 96 = 768 (owner.a × owner.b)" in answer.reason
+        assert "12 × 64 = 768 (config.c × config.d)" in answer.reason
+
+
+def test_a_candidate_that_fails_does_not_make_it_ambiguous() -> None:
+    answer = confirm((768, 256), [HeadGeometry(8, 96, "right"), HeadGeometry(12, 65, "wrong")])
+    assert answer.geometry == (8, 96, "right")
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "off"), [(8, 95, "-8"), (8, 97, "+8"), (7, 96, "-96"), (769, 1, "+1")]
+)
+def test_a_miss_says_by_how_much(heads: int, width: int, off: str) -> None:
+    answer = confirm((768, 256), [HeadGeometry(heads, width, "here")])
+    assert answer.geometry is None
+    assert f"{heads} × {width} = {heads * width} (here), off by {off}" in answer.reason
+    assert "768 rows" in answer.reason
+
+
+def test_the_closest_misses_are_named() -> None:
+    far, near, nearer = (HeadGeometry(n, 1, f"n{n}") for n in (10, 700, 767))
+    reason = confirm((768, 256), [far, near, nearer]).reason
+    assert "n767" in reason
+    assert "n700" in reason
+    assert "n10" not in reason
+
+
+def test_divisibility_alone_confirms_nothing() -> None:
+    answer = confirm((768, 256), [HeadGeometry(8, 48, "half"), HeadGeometry(8, 192, "twice")])
+    assert answer.geometry is None
+
+
+def test_nothing_stated() -> None:
+    answer = confirm((768, 256), [])
+    assert answer.geometry is None
+    assert "768 rows" in answer.reason
+
+
+@pytest.mark.parametrize("shape", [(2, 32, 8), (32,), (), (4, 8, 1, 1)])
+def test_only_matrices_have_heads(shape: tuple[int, ...]) -> None:
+    answer = confirm(shape, [HeadGeometry(4, 8, "here"), HeadGeometry(2, 1, "there")])
+    assert answer.geometry is None
+    assert f"{len(shape)}-D" in answer.reason
+
+
+def test_one_head_is_whole() -> None:
+    answer = confirm((512, 4096), [HeadGeometry(1, 512, "here")])
+    assert answer.geometry is None
+    assert answer.reason.startswith("whole: one head of 512 rows")
+
+
+def test_heads_of_one_row_are_declined() -> None:
+    answer = confirm((48, 128), [HeadGeometry(48, 1, "here")])
+    assert answer.geometry is None
+    assert answer.reason == "declined: 48 heads of a single row each"
+
+
+class Raises:
+    """As transformers' per-layer configs do for a field that differs by layer."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} differs by layer")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [True, False, 4.0, "4", None, 0, -4, 10**18, [4], {"a": 4}, float("nan"), object()],
+    ids=repr,
+)
+def test_what_is_no_count_is_not_read(value: object) -> None:
+    assert Reader("config", of(num_heads=value)).get("num_heads") is None
+    assert not sizes("query", of(num_heads=value, head_dim=8), of(num_attention_heads=value))
+    assert not sizes("query", of(num_heads=4, head_dim=value), None)
+
+
+@pytest.mark.parametrize("value", [1, 4, 2**20])
+def test_a_count_is_read(value: int) -> None:
+    assert Reader("config", of(num_heads=value)).get("num_heads") == value
+
+
+def test_a_config_that_raises_is_passed_over() -> None:
+    assert sizes("query", of(num_heads=4, head_dim=8), Raises()) == {(4, 8)}
+    assert sizes("query", Raises(), of(num_attention_heads=4, head_dim=8)) == {(4, 8)}
+    assert not sizes("query", Raises(), Raises())
+
+
+def test_the_layers_own_view_of_a_config_counts() -> None:
+    class Global(Raises):
+        per_layer_config = (
+            of(num_attention_heads=8, head_dim=256),
+            of(num_attention_heads=4, head_dim=512),
+        )
+
+    assert sizes("query", of(layer_idx=0), Global()) == {(8, 256)}
+    assert sizes("query", of(layer_idx=1), Global()) == {(4, 512)}
+    assert not sizes("query", of(layer_idx=7), Global())
+
+
+def test_counts_and_widths_are_crossed() -> None:
+    owner, config = of(head_dim=8), of(num_attention_heads=4)
+    assert sizes("query", owner, config) == {(4, 8)}
+
+
+def test_key_value_counts_come_first() -> None:
+    config = of(num_attention_heads=8, num_key_value_heads=2, head_dim=16)
+    assert sizes("key", of(), config) == {(2, 16)}
+    assert sizes("value", of(), config) == {(2, 16)}
+    assert sizes("query", of(), config) == {(8, 16)}
+
+
+def test_key_value_counts_from_groups() -> None:
+    owner = of(num_key_value_groups=4, head_dim=16)
+    assert sizes("key", owner, of(num_attention_heads=8)) == {(2, 16)}
+    assert not sizes("key", owner, of(num_attention_heads=6))
+
+
+def test_without_key_value_counts_there_are_as_many_as_queries() -> None:
+    assert sizes("value", of(), of(num_attention_heads=8, head_dim=16)) == {(8, 16)}
+
+
+def test_hidden_size_over_heads_only_if_exact() -> None:
+    assert sizes("query", of(), of(num_attention_heads=4, hidden_size=64)) == {(4, 16)}
+    assert not sizes("query", of(), of(num_attention_heads=4, hidden_size=66))
+
+
+def test_hidden_size_over_heads_only_if_no_width_is_stated() -> None:
+    config = of(num_attention_heads=4, hidden_size=64, head_dim=24)
+    assert sizes("query", of(), config) == {(4, 24)}
+    assert sizes("query", of(head_dim=24), of(num_attention_heads=4, hidden_size=64)) == {(4, 24)}
+
+
+def test_grouped_keys_divide_hidden_size_by_the_query_heads() -> None:
+    config = of(num_attention_heads=8, num_key_value_heads=2, hidden_size=128)
+    assert sizes("key", of(), config) == {(2, 16)}
+
+
+def test_mla_widths_are_sums() -> None:
+    owner = of(num_heads=4, qk_nope_head_dim=12, qk_rope_head_dim=4, v_head_dim=8)
+    assert (4, 16) in sizes("mla_query_up", owner, None)
+    assert sizes("mla_key_value_up", owner, of(head_dim=5)) == {(4, 20)}
+
+
+def test_a_sum_needs_all_its_parts() -> None:
+    owner = of(num_heads=4, qk_nope_head_dim=12, qk_rope_head_dim=True, v_head_dim=0)
+    assert not sizes("mla_query_up", owner, None)
+    assert not sizes("mla_key_value_up", owner, None)
+
+
+@pytest.mark.parametrize("kind", ["output", "gate", "mla_down", "other"])
+def test_kinds_without_heads_have_no_candidates(kind: Kind) -> None:
+    owner = of(num_heads=4, head_dim=8, num_key_value_heads=4)
+    assert candidates(kind, owner, owner) == []
+
+
+def test_fused_heads_are_queries_keys_and_values() -> None:
+    config = of(num_attention_heads=32, num_key_value_heads=8, head_dim=96)
+    assert sizes("fused_qkv", of(), config) == {(48, 96)}
+
+
+class Attention(nn.Module):
+    def __init__(self, rows: int = 32, leaf: str = "q_proj") -> None:
+        super().__init__()
+        setattr(self, leaf, nn.Linear(8, rows, bias=False))
+
+
+class Holder(nn.Module):
+    def __init__(self, child: nn.Module, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.self_attn = child
+
+
+def test_the_nearest_config_above_is_asked() -> None:
+    config = of(num_attention_heads=4, head_dim=8)
+    inner = Holder(Attention(), config)
+    outer = Holder(inner, of(num_attention_heads=2, head_dim=16))
+    assert [str(d.layout) for d in plan(outer).split] == ["q 4×8"]
+
+
+def test_a_module_whose_config_raises_is_passed_over() -> None:
+    class RaisingAttention(Attention):
+        @property
+        def config(self) -> Any:
+            raise RuntimeError("differs by layer")
+
+    decisions = plan(Holder(RaisingAttention(), of(num_attention_heads=4, head_dim=8))).decisions
+    assert [d.leaf for d in decisions] == ["q_proj"]
+
+
+def test_the_logical_shape_is_asked_under_zero_init() -> None:
+    attention = Attention()
+    attention.q_proj.weight = nn.Parameter(torch.empty(16))
+    attention.q_proj.weight.ds_shape = torch.Size((32, 8))
+    decisions = plan(Holder(attention, of(num_attention_heads=4, head_dim=8))).decisions
+    assert [(d.shape, str(d.layout)) for d in decisions] == [((32, 8), "q 4×8")]
+
+
+def test_a_tower_is_asked_with_its_own_config() -> None:
+    # The tower's 1024 rows are 16 × 64; by the text config beside it they would be 8 × 128.
+    config = Mistral3Config(
+        text_config={
+            "model_type": "mistral",
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 64,
+        },
+        vision_config={
+            "model_type": "pixtral",
+            "hidden_size": 1024,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 16,
+            "head_dim": 64,
+            "image_size": 32,
+            "patch_size": 16,
+        },
+    )
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    split = {(d.owner, d.leaf): (d.shape[0], str(d.layout)) for d in plan(model).split}
+    assert split == {
+        ("PixtralAttention", "q_proj"): (1024, "q 16×64"),
+        ("PixtralAttention", "k_proj"): (1024, "k 16×64"),
+        ("PixtralAttention", "v_proj"): (1024, "v 16×64"),
+        ("MistralAttention", "q_proj"): (2048, "q 16×128"),
+        ("MistralAttention", "k_proj"): (1024, "k 8×128"),
+        ("MistralAttention", "v_proj"): (1024, "v 8×128"),
+    }
+
+
+def test_an_owners_config_is_used_where_it_states_no_count_itself() -> None:
+    class PixtralAttention(Attention):
+        def __init__(self) -> None:
+            super().__init__(1024, "k_proj")
+            self.config = of(num_attention_heads=16, head_dim=64)
+
+    root = of(
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        text_config=of(num_attention_heads=16, num_key_value_heads=8, head_dim=128),
+    )
+    assert [str(d.layout) for d in plan(Holder(PixtralAttention(), root)).split] == ["k 16×64"]
