@@ -83,7 +83,7 @@ def certify_command(
     """
     from muonsplit.certificate.run import Question, certify
     from muonsplit.certificate.statement import statement, write
-    from muonsplit.report.tables import certificate_tables
+    from muonsplit.report.tables import certificate_tables, notes
     from muonsplit.subjects.process import InProcess, Worker
 
     _one_thread()
@@ -95,6 +95,8 @@ def certify_command(
         click.echo(json.dumps(statement(certificate), ensure_ascii=False, indent=1))
     else:
         _print(certificate_tables(certificate), form)
+        for note in notes(certificate):
+            click.echo(note)
     if report is not None:
         click.echo(f"Written: {write(certificate, report)}", err=True)
     context.exit(certificate.verdict.value)

@@ -13,6 +13,8 @@ import torch
 
 from muonsplit.errors import UsageError
 
+_PER_HEAD = "+per-head"
+
 DTypeName = Literal["float64", "float32", "bfloat16", "float16"]
 
 
@@ -117,7 +119,7 @@ class Dialect:
         split = DIALECTS[DEFAULT_DIALECT].split
         asked = "asked per head; the dialect itself is whole-matrix"
         sources = {**self.sources, **{f.name: asked for f in fields(SplitRule)}}
-        return Dialect(f"{self.name}+per-head", split, self.arithmetic, sources)
+        return Dialect(self.name + _PER_HEAD, split, self.arithmetic, sources)
 
 
 def _cite(**texts: str) -> dict[str, str]:
@@ -270,11 +272,16 @@ DEFAULT_DIALECT = "deepspeed-0.19.8"
 
 
 def dialect_named(name: str) -> Dialect:
-    """Looks a dialect up; ``NAME:heads_per_block=N`` sets the size of a block.
+    """Looks a dialect up.
+
+    ``NAME:heads_per_block=N`` sets the size of a block, and ``NAME+per-head`` asks a whole-matrix
+    dialect's arithmetic per head.
 
     Raises:
         UsageError: If there is no such dialect or the option is not a positive integer.
     """
+    if name.endswith(_PER_HEAD):
+        return dialect_named(name.removesuffix(_PER_HEAD)).asked_per_head()
     base, _, option = name.partition(":")
     if base not in DIALECTS:
         raise UsageError(f"There is no dialect {base!r}.", f"Known: {', '.join(DIALECTS)}.")

@@ -117,21 +117,15 @@ def test_a_llama_has_its_attention_split_and_nothing_else(
     # Where they are the same, every matrix of the model has as many rows as the query heads.
     hidden = heads * width if square else heads * data.draw(st.integers(1, 8), "hidden // heads")
     inner = hidden if square else data.draw(st.integers(2, 64), "intermediate")
-    config = (
-        LlamaConfig(
-            hidden_size=max(2, hidden),
-            intermediate_size=inner,
-            num_hidden_layers=1,
-            num_attention_heads=heads,
-            num_key_value_heads=kv,
-            head_dim=width,
-            vocab_size=16,
-        )
-        if max(2, hidden) % heads == 0
-        else None
+    config = LlamaConfig(
+        hidden_size=max(2, hidden),
+        intermediate_size=inner,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        head_dim=width,
+        vocab_size=16,
     )
-    if config is None:
-        return
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     cut = {d.leaf: (d.heads, d.width) for d in plan(model).split}
@@ -183,13 +177,18 @@ def test_hostile_input_never_crashes_and_never_splits_unconfirmed(
         assert d.heads * d.width == shape[0] == d.layout.rows
         assert d.heads > 1
         assert d.width > 1
-        stated = {
-            v
-            for source in (attributes, getattr(config, "fields", {}))
-            for v in source.values()
-            if type(v) is int
-        }
-        assert stated, "split although nobody states a size"
+        stated = plain_integers(attributes) | plain_integers(getattr(config, "fields", {}))
+        counts = stated | quotients(stated)
+        assert d.heads in counts or d.heads in {q + 2 * kv for q in counts for kv in counts}
+        assert d.width in counts | {a + b for a in stated for b in stated}
+
+
+def plain_integers(fields: dict[str, Any]) -> set[int]:
+    return {value for value in fields.values() if type(value) is int and value > 0}
+
+
+def quotients(values: set[int]) -> set[int]:
+    return {a // b for a in values for b in values if a % b == 0}
 
 
 @given(st.sampled_from(sorted(SPLITTABLE)), ATTRIBUTES, CONFIGS)

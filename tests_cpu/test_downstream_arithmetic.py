@@ -39,8 +39,7 @@ def deepspeed() -> ModuleType:
         patch.setenv("DS_ACCELERATOR", "cpu")
         patch.setenv("TORCHDYNAMO_DISABLE", "1")
         pytest.importorskip("deepspeed")
-        module = pytest.importorskip("deepspeed.runtime.zero.muon.original_muon")
-    return module
+        return pytest.importorskip("deepspeed.runtime.zero.muon.original_muon")
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -119,7 +119,9 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [10**18, 0, -1, True, False, 3.5, 4.0, "8", [4, 0], float("nan")])
-@pytest.mark.parametrize("field", ["num_attention_heads", "head_dim", "hidden_size", "kv_lora_rank"])
+@pytest.mark.parametrize(
+    "field", ["num_attention_heads", "head_dim", "hidden_size", "kv_lora_rank"]
+)
 def test_a_size_that_is_none(
     write: Callable[[object], Path], field: str, value: float | str | list[int]
 ) -> None:
@@ -214,9 +216,7 @@ def products(config: dict[str, Any]) -> dict[str, int]:
         "linear": linear.get("num_heads"),
     }
     hidden = c.get("hidden_size") or c["n_embd"]
-    nope, rope, value = (
-        c.get(k) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    )
+    nope, rope, value = (c.get(k) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     # Kimi K3 states a head_dim that no layer has, and which is no divisor of anything.
     plain = None if c["model_type"] == "kimi_k3_text" else c.get("head_dim")
     widths = {
@@ -250,9 +250,7 @@ def test_equal_products_stay_equal_and_others_apart(name: str) -> None:
 
 def test_the_indexer_keeps_its_trap() -> None:
     c = small("glm-5.2")[0]
-    assert (
-        c["index_n_heads"] * c["index_head_dim"] == c["num_attention_heads"] * c["head_dim"]
-    )
+    assert c["index_n_heads"] * c["index_head_dim"] == c["num_attention_heads"] * c["head_dim"]
     assert c["index_n_heads"] != c["num_attention_heads"]
     # In the 0.8B model the same product is another, and stays so.
     c = small("glm-5.2-0.8b")[0]

@@ -191,7 +191,7 @@ def test_a_zero_block_gives_exactly_zero(dialect: Dialect, shape: tuple[int, ...
     blocks[0] = 0
     found = newton_schulz(blocks, dialect.arithmetic)
     assert bool((found[0] == 0).all())
-    assert bool((found[1] != 0).all())
+    assert bool((found[1] != 0).any())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

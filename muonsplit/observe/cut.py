@@ -79,7 +79,7 @@ class Cut:
 
     def __str__(self) -> str:
         if self.whole:
-            return f"whole ({self.lines} lines move together)"
+            return "whole"
         sizes = [len(block) for block in self.blocks]
         if sizes and max(sizes) <= 1:
             return "single lines: nothing is orthogonalised"

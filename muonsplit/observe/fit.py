@@ -74,9 +74,8 @@ def hypotheses(planned: Layout | None, rows: int) -> dict[str, Layout | None]:
         planned: The planned layout; None for whole.
         rows: Rows of the weight.
     """
-    found: dict[str, Layout | None] = {"as planned": planned, "whole matrix": None}
-    found.update(_variants(planned, rows))
-    return found
+    others = {name: layout for name, layout in _variants(planned, rows) if not layout.is_whole}
+    return {"as planned": planned, "whole matrix": None, **others}
 
 
 def _variants(planned: Layout | None, rows: int) -> Iterator[tuple[str, Layout]]:

@@ -4,10 +4,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from muonsplit.certificate.run import Certificate
 from muonsplit.certificate.verdict import ModelResult
-from muonsplit.geometry import Plan
+from muonsplit.checks import Finding
+from muonsplit.dialect import dialect_named
+from muonsplit.geometry import Decision, Plan
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -42,10 +45,14 @@ def plain(text: str) -> str:
 def plan_tables(model: str, plan: Plan) -> list[Table]:
     """The plan of a model: a row for each set of weights that differ only by layer."""
     rows = [
-        (f"×{count}", f"{d.owner}.{d.leaf}", _shape(d.shape), d.layout or "whole", d.reason)
+        (f"×{count}", f"{d.owner}.{d.leaf}", _shape(d.shape), d.layout or _uncut(d), d.reason)
         for d, count in plan.table()
     ]
     return [table(f"{model} under {plan.dialect}", ("", "weight", "shape", "cut", "why"), rows)]
+
+
+def _uncut(decision: Decision) -> str:
+    return "whole" if len(decision.shape) == 2 else "whole, each expert"
 
 
 def plan_summary(plan: Plan) -> str:
@@ -71,10 +78,8 @@ def certificate_tables(certificate: Certificate) -> list[Table]:
         shown.append(_weights(m))
         findings, open_questions = _findings(m), _undecided(m)
         if findings:
-            title = f"{m.model}: findings"
-            shown.append(
-                table(title, ("check", "weights", "what", "planned", "observed"), findings)
-            )
+            columns = ("check", "weights", "what", "planned", "observed", "proof, on the first")
+            shown.append(table(f"{m.model}: findings", columns, findings))
         if open_questions:
             shown.append(table(f"{m.model}: undecided", ("check", "why"), open_questions))
     return shown
@@ -99,17 +104,37 @@ def _weights(model: ModelResult) -> Table:
     return table(f"{model.model}: weight by weight", columns, rows)
 
 
-def _findings(model: ModelResult) -> list[tuple[str, str, str, str, str]]:
-    alike: dict[tuple[str, str, str, str], list[str]] = {}
+def _findings(model: ModelResult) -> list[tuple[str, ...]]:
+    alike: dict[tuple[str, str, str, str], list[Finding]] = {}
     for result in model.results:
         for found in result.findings:
             said = f"{found.message}\n{found.tail}".strip()
             key = (result.check, said, found.planned, found.observed)
-            alike.setdefault(key, []).append(found.weight)
+            alike.setdefault(key, []).append(found)
     return [
-        (check, collapsed(weights), said, planned, observed)
-        for (check, said, planned, observed), weights in alike.items()
+        (check, collapsed([f.weight for f in found]), said, planned, observed, _proof(found[0]))
+        for (check, said, planned, observed), found in alike.items()
     ]
+
+
+def _proof(finding: Finding) -> str:
+    return "\n".join(f"{name}: {value:.3g}" for name, value in finding.numbers.items())
+
+
+def notes(certificate: Certificate) -> list[str]:
+    """What a reader should know or do next."""
+    said: list[str] = []
+    own, asked = certificate.described["dialect"], certificate.dialect.name
+    if asked != own and not dialect_named(own).per_head:
+        said.append(f"{own} itself keeps every weight whole; --dialect {own} holds it to that.")
+    failed = ((r.check, m.model) for m in certificate.models for r in m.results if r.findings)
+    for check, model in islice(failed, 1):
+        said.append(
+            f"Again, alone: muonsplit certify {certificate.subject} --model {model} "
+            f"--dialect {asked} --seed {certificate.seed} --only {check}"
+        )
+        said.append(f"What it means: muonsplit explain {check}")
+    return said
 
 
 def _undecided(model: ModelResult) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from muonsplit.errors import MuonsplitError, SubjectError, SubjectFaultError
+from muonsplit.models.load import Config
 from muonsplit.subjects import wire
 from muonsplit.subjects.connect import Connection, connect
 from muonsplit.subjects.drive import Models, Outcome, Task, drive
@@ -49,6 +50,7 @@ class Worker:
         self.spec = spec
         self.timeout = timeout
         self._process: subprocess.Popen[bytes] | None = None
+        self._prepared: Config | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
 
     def __enter__(self) -> "Worker":
@@ -77,6 +79,10 @@ class Worker:
         """
         if self._process is None:
             self.describe()
+        if task.config != self._prepared:
+            # Building the model is our own work, and must not count against the subject.
+            self._ask({"do": "prepare", "config": task.config}, {}, _STARTING_S)
+            self._prepared = task.config
         header = {
             "do": "run",
             "subject": self.spec,
@@ -98,7 +104,7 @@ class Worker:
         self._log.close()
 
     def _end(self) -> int | None:
-        process, self._process = self._process, None
+        process, self._process, self._prepared = self._process, None, None
         if process is None:
             return None
         with suppress(ProcessLookupError):

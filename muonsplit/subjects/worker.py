@@ -65,6 +65,9 @@ def _guarded(
 def _answer(
     header: Header, tensors: Tensors, models: Models
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if header["do"] == "prepare":
+        models.fresh(header["config"])
+        return {}, {}
     connection = connect(header["subject"])
     if header["do"] == "describe":
         return described(connection), {}

@@ -1,0 +1,177 @@
+"""Certifying: verdicts on sound subjects, on torch's own, and on subjects that misbehave."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from muonsplit.certificate.run import Certificate, Question, certify
+from muonsplit.certificate.statement import canonical, statement, write
+from muonsplit.certificate.verdict import CheckResult, Verdict, verdict_of
+from muonsplit.checks import CHECKS
+from muonsplit.errors import SubjectError, UsageError
+from muonsplit.subjects.process import InProcess, Worker
+
+SUBJECTS = Path(__file__).parent / "subjects"
+
+
+def failed(certificate: Certificate) -> set[str]:
+    return {r.check for m in certificate.models for r in m.results if r.status == "failed"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    "model", ["glm-5.2", "glm-5.2-0.8b", "kimi-k3", "kimi-k3-0.40b", "deepseek-v2-lite"]
+)
+def test_reference_conforms(model: str, seed: int) -> None:
+    found = certify(InProcess("builtin:reference"), Question(models=[model], seed=seed))
+    assert found.verdict is Verdict.CONFORMS, failed(found)
+    assert found.models[0].split > 0
+    assert all(w.observed == w.planned for w in found.models[0].weights)
+
+
+@pytest.mark.parametrize("model", ["llama", "llama-odd", "gpt-neox-20b", "pythia-1b"])
+def test_reference_conforms_quickly(model: str) -> None:
+    found = certify(InProcess("builtin:reference"), Question(models=[model]))
+    assert found.verdict is Verdict.CONFORMS, failed(found)
+
+
+def test_every_check_runs_on_a_grouped_query_model() -> None:
+    found = certify(InProcess("builtin:reference"), Question(models=["llama"]))
+    assert [r.check for r in found.models[0].results] == list(CHECKS)
+    assert {r.status for r in found.models[0].results} == {"passed"}
+
+
+def test_torch_per_head_violates_by_not_splitting() -> None:
+    found = certify(InProcess("torch"), Question(models=["llama"]))
+    assert found.verdict is Verdict.VIOLATES
+    assert failed(found) == {"recognition.split"}
+    findings = [f for r in found.models[0].results for f in r.findings]
+    assert len(findings) == 6  # q, k and v of two layers
+    assert all("whole matrix observed where" in f.message for f in findings)
+    assert all(
+        f.numbers["off if whole matrix"] < 0.1 < f.numbers["off if as planned"] for f in findings
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_torch_under_its_own_dialect_conforms(seed: int) -> None:
+    question = Question(models=["llama", "deepseek-v2-lite"], dialect="torch-2.13", seed=seed)
+    assert certify(InProcess("torch"), question).verdict is Verdict.CONFORMS
+
+
+@pytest.mark.slow
+def test_torch_conforms_on_weights_with_few_columns() -> None:
+    # bfloat16 on 448 × 8 leaves some rows bit-equal by rounding: they are not blocks of their own.
+    found = certify(InProcess("torch"), Question(models=["glm-5.2"], dialect="torch-2.13"))
+    assert found.verdict is Verdict.CONFORMS, failed(found)
+
+
+def test_another_arithmetic_is_not_the_declared_one() -> None:
+    found = certify(
+        InProcess("builtin:reference"), Question(models=["llama"], dialect="moonlight+per-head")
+    )
+    assert failed(found) == {"arithmetic.scale"}
+
+
+def test_own_subject_in_its_own_process_conforms_to_its_own_dialect() -> None:
+    with Worker(f"file:{SUBJECTS / 'good.py'}:build") as worker:
+        found = certify(worker, Question(models=["llama"]))
+        assert found.verdict is Verdict.CONFORMS, failed(found)
+        # Read from its param groups: it takes no hyperparameters of ours.
+        assert found.described["takes"] == ["layouts", "model"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("raises", "RuntimeError: no heads here"),
+        ("hangs", "took longer than 3 s"),
+        ("exits", "exit code 7"),
+        ("reshapes", "it was (80, 64)"),
+        ("poisons", "NaN or infinity"),
+        ("drops", "no parameter model.embed_tokens.weight"),
+    ],
+)
+def test_misbehaving_subject_is_a_finding(name: str, said: str) -> None:
+    with Worker(f"file:{SUBJECTS / 'bad.py'}:{name}", timeout=3) as worker:
+        found = certify(worker, Question(models=["llama"]))
+    assert found.verdict is Verdict.VIOLATES
+    first = found.models[0].results[0]
+    assert first.check == "subject.answers"
+    assert said in first.findings[0].message
+    assert {r.status for r in found.models[0].results[1:]} == {"skipped"}
+
+
+def test_the_last_lines_of_a_dead_subject_are_kept() -> None:
+    with Worker(f"file:{SUBJECTS / 'bad.py'}:exits") as worker:
+        found = certify(worker, Question(models=["llama"]))
+    assert "goodbye" in found.models[0].results[0].findings[0].tail
+
+
+def test_plain_sgd_is_not_muon() -> None:
+    found = certify(InProcess(f"file:{SUBJECTS / 'bad.py'}:sgd"), Question(models=["llama"]))
+    assert failed(found) == {"routing.muon"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("nosuch.module:build", "cannot be imported"),
+        ("nosuch", "names no subject"),
+        ("builtin:nosuch", "has no factory"),
+        ("file:/nowhere/x.py:build", "does not exist"),
+        (f"file:{SUBJECTS / 'bad.py'}:undeclared", "declares nothing"),
+        ("deepspeed:stage", "key=value"),
+    ],
+)
+def test_subject_that_cannot_be_connected_is_an_error(spec: str, said: str) -> None:
+    with pytest.raises(SubjectError, match=said) as error:
+        certify(InProcess(spec), Question())
+    assert error.value.exit_code >= 64
+
+
+def test_unknown_check_dialect_and_model_are_errors() -> None:
+    for question in (Question(only=["no"]), Question(dialect="no"), Question(models=["no"])):
+        with pytest.raises(UsageError):
+            certify(InProcess("builtin:reference"), question)
+
+
+def test_only_runs_the_gates_and_what_was_asked() -> None:
+    found = certify(InProcess("builtin:reference"), Question(models=["llama"], only=["cut.rows"]))
+    assert found.checks == ("subject.answers", "subject.repeatable", "model.miniature", "cut.rows")
+
+
+def test_verdicts() -> None:
+    def result(status: str) -> CheckResult:
+        return CheckResult("x", status)  # type: ignore[arg-type]
+
+    assert verdict_of([result("passed"), result("skipped")]) is Verdict.CONFORMS
+    assert verdict_of([result("passed"), result("undecided")]) is Verdict.INCONCLUSIVE
+    assert verdict_of([result("undecided"), result("failed")]) is Verdict.VIOLATES
+    assert verdict_of([result("skipped")]) is Verdict.INCONCLUSIVE
+    assert verdict_of([]) is Verdict.INCONCLUSIVE
+
+
+def test_two_runs_are_equal_byte_by_byte(tmp_path: Path) -> None:
+    texts = []
+    for run in ("one", "two"):
+        with Worker("torch") as worker:
+            certificate = certify(worker, Question(models=["llama"]))
+        texts.append(write(certificate, tmp_path / run).read_bytes())
+    assert texts[0] == texts[1]
+
+
+def test_statement_is_an_in_toto_test_result(tmp_path: Path) -> None:
+    certificate = certify(InProcess("torch"), Question(models=["llama"]))
+    made = statement(certificate)
+    assert made["_type"] == "https://in-toto.io/Statement/v1"
+    assert made["predicateType"] == "https://in-toto.io/attestation/test-result/v0.1"
+    assert made["predicate"]["result"] == "FAILED"
+    assert made["predicate"]["failedTests"] == ["llama/recognition.split"]
+    assert len(made["subject"][0]["digest"]["sha256"]) == 64
+    path = write(certificate, tmp_path)
+    assert path.read_text() == canonical(made) + "\n"
+    assert json.loads(path.read_text()) == json.loads(json.dumps(made))
+    assert [p.name for p in tmp_path.iterdir()] == ["certificate.json"]

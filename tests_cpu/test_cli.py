@@ -1,0 +1,164 @@
+"""The command line as a person and a script meet it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from muonsplit.cli import main
+
+SUBJECTS = Path(__file__).parent / "subjects"
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    def call(*arguments: str) -> Said:
+        with pytest.raises(SystemExit) as left:
+            main(list(arguments))
+        said = capsys.readouterr()
+        return Said(int(left.value.code or 0), said.out, said.err)
+
+    return call
+
+
+def test_plan_prints_one_json_object(run) -> None:  # type: ignore[no-untyped-def]
+    said = run("plan", "kimi-k3-0.40b", "--format", "json")
+    assert said.code == 0
+    found = json.loads(said.out)
+    assert found["model"] == "kimi-k3-0.40b"
+    split = [d for d in found["decisions"] if d["layout"] is not None]
+    assert len(split) == 22
+    assert set(found["decisions"][0]) == {
+        *("name", "shape", "owner", "leaf", "kind", "layout", "heads", "width", "source", "reason")
+    }
+    assert sum((d["heads"], d["width"]) == (8, 32) for d in split) == 18
+
+
+def test_plan_counts_are_said(run) -> None:  # type: ignore[no-untyped-def]
+    said = run("plan", "glm-5.2-0.8b")
+    assert said.code == 0
+    assert "69 Muon weights, 12 split" in said.out
+    assert "×6" in said.out
+    assert "16×256" in said.out
+
+
+def test_nothing_recognised_is_an_error_that_lists_every_leaf(run) -> None:  # type: ignore[no-untyped-def]
+    said = run("plan", "gpt-neox-20b")
+    assert said.code == 65
+    assert "query_key_value (18432, 6144) ×44" in said.err
+    assert "0 split" in said.out
+    assert run("plan", "gpt-neox-20b", "--dialect", "torch-2.13").code == 0
+
+
+@pytest.mark.parametrize("form", ["table", "markdown"])
+def test_plan_in_other_forms(run, form: str) -> None:  # type: ignore[no-untyped-def]
+    said = run("plan", "llama", "--format", form)
+    assert said.code == 0
+    assert "LlamaAttention.q_proj" in said.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("plan", "nosuch"), 64, "golden name"),
+        (("plan", "/nowhere/config.json"), 65, "no config"),
+        (("plan", "transformers:nosuch"), 65, "nosuch"),
+        (("plan", "llama", "--dialect", "nosuch"), 64, "Known"),
+        (("plan",), 64, "Missing argument"),
+        (("nosuch",), 64, "No such command"),
+        (("certify", "nosuch.module:x", "--in-process"), 64, "cannot be imported"),
+        (("certify", "--only", "nosuch"), 64, "Known"),
+        (("explain", "nosuch"), 64, "nothing called"),
+        (("golden", "accept", "plan/llama"), 65, "no new value"),
+        (("golden", "check", "nosuch"), 64, "Known"),
+        (("list", "nosuch"), 64, "nosuch"),
+    ],
+)
+def test_bad_input_ends_in_one_line_and_a_code(run, arguments, code, said) -> None:  # type: ignore[no-untyped-def]
+    found = run(*arguments)
+    assert found.code == code
+    assert said in found.err
+    assert "Traceback" not in found.err
+
+
+def test_certify_writes_a_certificate_and_says_how_to_go_on(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    said = run("certify", "torch", "--model", "llama", "--in-process", "--report", str(tmp_path))
+    assert said.code == 1
+    assert "whole matrix observed where 8 heads of 8 rows are planned" in said.out
+    assert "--dialect torch-2.13 holds it to that" in said.out
+    assert (
+        json.loads((tmp_path / "certificate.json").read_text())["predicate"]["result"] == "FAILED"
+    )
+    again = next(line for line in said.out.splitlines() if line.startswith("Again"))
+    repeated = run(*again.split("muonsplit ")[1].split(), "--in-process")
+    assert repeated.code == 1
+
+
+def test_a_subject_cannot_draw_on_the_terminal(run) -> None:  # type: ignore[no-untyped-def]
+    said = run("certify", f"file:{SUBJECTS / 'bad.py'}:exits", "--model", "llama")
+    assert said.code == 1
+    assert "goodbye" in said.out
+    assert "\x1b" not in said.out
+    assert "[red]" in said.out
+
+
+def test_undecided_is_code_two(run) -> None:  # type: ignore[no-untyped-def]
+    said = run("certify", "faulty:rounded-at-random", "--in-process")
+    assert said.code == 2
+    assert "inconclusive" in said.out
+
+
+def test_json_certificate_on_standard_output(run) -> None:  # type: ignore[no-untyped-def]
+    said = run("certify", "--model", "llama", "--in-process", "--format", "json")
+    assert said.code == 0
+    assert json.loads(said.out)["predicate"]["muonsplit"]["verdict"] == "conforms"
+
+
+@pytest.mark.parametrize("id", ["cut.rows", "indexer-split", "glm-5"])
+def test_explain(run, id: str) -> None:  # type: ignore[no-untyped-def]
+    said = run("explain", id)
+    assert said.code == 0
+    assert said.out.startswith(id)
+
+
+@pytest.mark.parametrize("what", ["checks", "dialects", "models", "subjects"])
+def test_lists(run, what: str) -> None:  # type: ignore[no-untyped-def]
+    assert len(json.loads(run("list", what, "--format", "json").out)) >= 5
+
+
+def test_help_imports_no_torch() -> None:
+    code = (
+        "import sys; from muonsplit.cli import main\n"
+        "try: main(['--help'])\n"
+        "finally: print('torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "False"
+    assert "certify" in done.stdout
+
+
+def test_the_core_imports_torch_alone() -> None:
+    code = (
+        "import sys\n"
+        "before = set(sys.modules)\n"
+        "import torch\n"
+        "torches = set(sys.modules)\n"
+        "import muonsplit.muon, muonsplit.geometry, muonsplit.newton_schulz, muonsplit.layout\n"
+        "new = {m.split('.')[0] for m in set(sys.modules) - torches}\n"
+        "print(sorted(new - {'muonsplit'} - set(sys.stdlib_module_names)))"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout.strip() == "[]"
