@@ -20,12 +20,14 @@ PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else
 hypothesis.settings.load_profile(PROFILE)
 
 
-def pytest_report_header() -> list[str]:
+def pytest_report_header(config: pytest.Config) -> list[str]:
     variables = {key: os.environ[key] for key in sorted(os.environ) if key.startswith("MUONSPLIT_")}
+    derandomized = hypothesis.settings.get_profile(PROFILE).derandomize
+    seed = config.getoption("hypothesis_seed") or ("fixed" if derandomized else "random")
     return [
         f"muonsplit {muonsplit.__version__}, torch {torch.__version__}, "
         f"{torch.get_num_threads()} thread, CUDA {torch.cuda.is_available()}",
-        f"hypothesis profile {PROFILE}, {variables or 'no MUONSPLIT_ variables'}",
+        f"hypothesis profile {PROFILE}, seed {seed}, {variables or 'no MUONSPLIT_ variables'}",
     ]
 
 

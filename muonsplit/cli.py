@@ -51,6 +51,9 @@ def plan_command(model: str, dialect: str | None, form: str) -> None:
         click.echo(plan_summary(made))
     if chosen.per_head:
         made.raise_if_nothing()
+        if missed := made.missed():
+            listed = "\n  ".join(missed)
+            click.echo(f"warning: attention weights that stay whole:\n  {listed}", err=True)
 
 
 @cli.command("certify")

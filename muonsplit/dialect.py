@@ -5,6 +5,7 @@ on a block (`Arithmetic`) differ from framework to framework; a certificate ther
 dialect. Every field of a registered dialect says where it was read.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
@@ -14,6 +15,7 @@ import torch
 from muonsplit.errors import UsageError
 
 _PER_HEAD = "+per-head"
+_OPTION = re.compile(r"heads_per_block=([1-9][0-9]{0,4})")
 
 DTypeName = Literal["float64", "float32", "bfloat16", "float16"]
 
@@ -59,6 +61,8 @@ class Arithmetic:
         epsilon: The ε above.
         scale: Factor on a block of r rows and c columns: ``jordan`` max(1, r/c)^½,
             ``moonlight`` 0.2·max(r, c)^½, ``spectral`` max(r, c)^½, ``bernstein`` (r/c)^½.
+        scale_on: Whether the factor multiplies the ``update`` in the dtype of the iteration, or
+            the learning ``rate``, where it is not rounded.
     """
 
     momentum: Literal["ema", "sum"] = "ema"
@@ -77,6 +81,7 @@ class Arithmetic:
     norm_factor: float = 1.0
     epsilon: float = 1e-7
     scale: Literal["jordan", "moonlight", "spectral", "bernstein", "none"] = "jordan"
+    scale_on: Literal["update", "rate"] = "update"
 
     @property
     def roundoff(self) -> float:
@@ -131,10 +136,11 @@ _FORM_FIELDS = "form__restarts__tall"
 _DTYPE_FIELDS = "compute_dtype__cpu_dtype__cast__pre_cast"
 _NORM_FIELDS = "normalize__norm_factor__epsilon"
 _SET_FIELDS = "coefficients__steps"
+_SCALE_FIELDS = "scale__scale_on"
 _MOMENTUM_FIELDS = "momentum__nesterov__beta"
 _SPLIT_FIELDS = "heads_per_block__mla_key_value__fused_qkv__cut_heads"
 _ALL_ARITHMETIC = "__".join(
-    [_MOMENTUM_FIELDS, _SET_FIELDS, _FORM_FIELDS, _DTYPE_FIELDS, _NORM_FIELDS, "scale"]
+    [_MOMENTUM_FIELDS, _SET_FIELDS, _FORM_FIELDS, _DTYPE_FIELDS, _NORM_FIELDS, _SCALE_FIELDS]
 )
 
 _WHOLE = SplitRule(heads_per_block=None)
@@ -152,7 +158,7 @@ _K3 = "Kimi K3 report, arXiv:2607.24653, section 2.5"
 _MOONLIGHT_SOURCE = "Moonlight, arXiv:2502.16982, section 2.2, and its toy_train example"
 _NOT_STATED = "not stated in the report; taken from Moonlight, arXiv:2502.16982"
 
-_MOONLIGHT = replace(_JORDAN, momentum="sum", scale="moonlight")
+_MOONLIGHT = replace(_JORDAN, momentum="sum", scale="moonlight", scale_on="rate")
 _DION = Arithmetic(
     momentum="sum",
     nesterov=False,
@@ -163,6 +169,7 @@ _DION = Arithmetic(
     norm_factor=1.02,
     epsilon=1e-8,
     scale="bernstein",
+    scale_on="rate",
 )
 
 _REGISTERED = (
@@ -180,7 +187,7 @@ _REGISTERED = (
     Dialect(
         "torch-2.13",
         _WHOLE,
-        replace(_JORDAN, form="addmm", normalize="clamp"),
+        replace(_JORDAN, form="addmm", normalize="clamp", scale_on="rate"),
         _cite(
             **{
                 _SPLIT_FIELDS: "torch.optim.Muon takes 2-D weights only and does not split them",
@@ -237,8 +244,8 @@ _REGISTERED = (
             mla_key_value="prime-rl pull request #4119: kv_b_proj in blocks of nope + v rows",
             fused_qkv="prime-rl pull request #4119: the module names its partitions",
             cut_heads="prime-rl runs dion's whole-weight path, which gathers",
-            scale="prime-rl pull request #4119: adjust_lr='rms_norm'",
-            **{_ALL_ARITHMETIC.replace("__scale", ""): _DION_SOURCE},
+            scale__scale_on="prime-rl pull request #4119: adjust_lr='rms_norm'",
+            **{_ALL_ARITHMETIC.removesuffix(f"__{_SCALE_FIELDS}"): _DION_SOURCE},
         ),
     ),
     Dialect(
@@ -282,14 +289,15 @@ def dialect_named(name: str) -> Dialect:
     """
     if name.endswith(_PER_HEAD):
         return dialect_named(name.removesuffix(_PER_HEAD)).asked_per_head()
-    base, _, option = name.partition(":")
+    base, colon, option = name.partition(":")
     if base not in DIALECTS:
         raise UsageError(f"There is no dialect {base!r}.", f"Known: {', '.join(DIALECTS)}.")
     dialect = DIALECTS[base]
-    if not option:
+    if not colon:
         return dialect
-    key, _, value = option.partition("=")
-    if key != "heads_per_block" or not value.isdecimal() or not 0 < int(value[:6]) < 10**5:
+    found = _OPTION.fullmatch(option)
+    if found is None:
         raise UsageError(f"{option!r} is no option of a dialect.", "Use heads_per_block=N, N ≥ 1.")
-    split = replace(dialect.split, heads_per_block=int(value[:6]))
-    return Dialect(name, split, dialect.arithmetic, dialect.sources)
+    split = replace(dialect.split, heads_per_block=int(found[1]))
+    sources = {**dialect.sources, "heads_per_block": f"asked for as {option}"}
+    return Dialect(name, split, dialect.arithmetic, sources)

@@ -14,7 +14,7 @@ A weight's *axis* (its output rows, or its columns for a Conv1D) is ``groups`` t
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, cat
 
@@ -91,7 +91,7 @@ class Layout:
             raise LayoutError(f"A layout needs a tuple of segments, got {self.segments!r}.")
         object.__setattr__(self, "segments", tuple(_segment(s) for s in self.segments))
         _positive("groups", self.groups)
-        if isinstance(self.axis, bool) or self.axis not in (0, 1):
+        if type(self.axis) is not int or self.axis not in (0, 1):
             raise LayoutError(f"A layout cuts axis 0 or 1, got axis={self.axis!r}.")
         if not isinstance(self.joined, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"joined is true or false, got {self.joined!r}.")
@@ -289,12 +289,17 @@ class Layout:
         )
 
 
-def _segment(value: Sequence[object]) -> Segment:
-    segment = Segment(*value)  # pyright: ignore[reportArgumentType]
-    if not isinstance(segment.role, str) or not re.fullmatch(_ROLE, segment.role):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise LayoutError(f"A role is a lower-case word such as 'q', got {segment.role!r}.")
-    _positive(f"heads of {segment.role!r}", segment.heads)
-    _positive(f"width of {segment.role!r}", segment.width)
+def _segment(value: Any) -> Segment:
+    try:
+        segment = Segment(*value)
+    except TypeError:
+        raise LayoutError(f"A segment is (role, heads, width), got {value!r}.") from None
+    role: Any = segment.role
+    # `whole` is how a layout of one block is written.
+    if not isinstance(role, str) or not re.fullmatch(_ROLE, role) or role == "whole":
+        raise LayoutError(f"A role is a lower-case word such as 'q', not 'whole', got {role!r}.")
+    _positive(f"heads of {role!r}", segment.heads)
+    _positive(f"width of {role!r}", segment.width)
     return segment
 
 

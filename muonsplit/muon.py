@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from muonsplit.dialect import DEFAULT_DIALECT, Arithmetic, Dialect, dialect_named
 from muonsplit.errors import InputError
 from muonsplit.layout import Layout
-from muonsplit.newton_schulz import newton_schulz, scale_factor
+from muonsplit.newton_schulz import newton_schulz, rounded, scale_factor
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -89,7 +89,8 @@ def _batches(update: Tensor, layout: Layout | None) -> list[Tensor]:
 
 def _scaled(batch: Tensor, arithmetic: Arithmetic) -> Tensor:
     factor = scale_factor(arithmetic.scale, batch.size(-2), batch.size(-1))
-    return newton_schulz(batch, arithmetic) * factor
+    scaled = newton_schulz(batch, arithmetic) * factor
+    return rounded(scaled, arithmetic) if arithmetic.scale_on == "update" else scaled
 
 
 def _assemble(batches: list[Tensor], update: Tensor, layout: Layout | None) -> Tensor:

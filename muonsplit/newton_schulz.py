@@ -81,8 +81,9 @@ def compute_dtype(arithmetic: Arithmetic, device: torch.device) -> torch.dtype:
 def newton_schulz(X_BMN: Tensor, arithmetic: Arithmetic) -> Tensor:
     """Orthogonalises every block of a batch, without the scale.
 
-    On one device, dtype and form a block's result depends on its own bits only, not on its
-    neighbours or their number: blocks are made contiguous and normalised one by one.
+    On a CPU, for one dtype below float64 and one form, a block's result depends on its own bits
+    only, not on its neighbours or their number: blocks are made contiguous and normalised one by
+    one, and those that a batch would not keep aligned are iterated alone.
 
     Args:
         X_BMN: Blocks, shape ``[B, M, N]``, floating point, M and N at least 1.
@@ -99,6 +100,8 @@ def newton_schulz(X_BMN: Tensor, arithmetic: Arithmetic) -> Tensor:
             "Newton–Schulz takes a non-empty floating-point batch [blocks, rows, columns], got "
             f"shape {tuple(X_BMN.shape)} and dtype {X_BMN.dtype}."
         )
+    if len(X_BMN) > 1 and not _aligned(X_BMN):
+        return torch.cat([newton_schulz(X.unsqueeze(0), arithmetic) for X in X_BMN])
     dtype = compute_dtype(arithmetic, X_BMN.device)
     q, X = _enter(X_BMN, arithmetic, dtype)
     tall = X.size(-2) > X.size(-1)
@@ -109,12 +112,27 @@ def newton_schulz(X_BMN: Tensor, arithmetic: Arithmetic) -> Tensor:
         q = _rounding(dtype, X)
         X = q(X)
     if arithmetic.form == "gram" and X.size(-2) != X.size(-1) and (flipped or not tall):
-        X = _gram(X, schedule(arithmetic), arithmetic.restarts, q)
+        X = _gram(X, arithmetic, flipped, q)
     else:
         step = _STEPS["matmul" if arithmetic.form == "gram" else arithmetic.form]
         for coefficients in schedule(arithmetic):
             X = step(X, coefficients, tall and not flipped, q)
     return X.mT if flipped else X
+
+
+def rounded(X: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """A result rounded to the dtype of the iteration, as where a scale is applied in it."""
+    return _rounding(compute_dtype(arithmetic, X.device), X)(X)
+
+
+def _aligned(X: Tensor) -> bool:
+    """Whether every block of a batch, and of its Gram matrices, starts on a 64-byte boundary.
+
+    BLAS chooses kernels by alignment on a CPU, so elsewhere in a batch a block would be summed in
+    another order. On an accelerator equal bits for another batch are not ours to promise.
+    """
+    short, long = sorted(X.shape[-2:])
+    return X.device.type != "cpu" or (short * short % 16 == 0 and short * long % 16 == 0)
 
 
 def singular_value_oracle(X_BMN: Tensor, arithmetic: Arithmetic) -> Tensor:
@@ -139,10 +157,12 @@ def _enter(X: Tensor, arithmetic: Arithmetic, dtype: torch.dtype) -> tuple[Round
     """The batch in the dtype it is normalised in, and that dtype's rounding."""
     if arithmetic.pre_cast is not None:
         X = X.to(getattr(torch, arithmetic.pre_cast)).to(X.dtype)
+    if dtype is torch.float64:
+        return _rounding(dtype, X), X.double().contiguous()
     if arithmetic.cast == "after":
         X = X.float() if X.dtype in (torch.float16, torch.bfloat16) else X
         return _rounding(X.dtype, X), X.contiguous()
-    if dtype is torch.float64 or not _emulated(dtype, X):
+    if not _emulated(dtype, X):
         return _rounding(dtype, X), X.to(dtype).contiguous()
     q = _rounding(dtype, X)
     return q, q(X.float()).contiguous()
@@ -197,14 +217,13 @@ def _addmm_step(X: Tensor, coefficients: Coefficients, right: bool, q: Rounding)
 _STEPS = {"matmul": _matmul_step, "paren": _paren_step, "addmm": _addmm_step}
 
 
-def _gram(
-    X: Tensor, steps: tuple[Coefficients, ...], restarts: tuple[int, ...], q: Rounding
-) -> Tensor:
+def _gram(X: Tensor, arithmetic: Arithmetic, flipped: bool, q: Rounding) -> Tensor:
     """Iterates on R = XXᵀ and gathers the polynomial in Q, so that the result is QX.
 
     The same products in the same order as deepspeed 0.19.8 takes them, after
     https://tridao.me/blog/2026/gram-newton-schulz/.
     """
+    steps, restarts = schedule(arithmetic), arithmetic.restarts
     R = q(X @ X.mT)
     Q: Tensor | None = None
     for i, (a, b, c) in enumerate(steps):
@@ -217,7 +236,10 @@ def _gram(
         if i + 1 < len(steps) and i + 1 not in restarts:
             RZ = q(q(a * R) + q(Z @ R))
             R = q(q(a * RZ) + q(Z @ RZ))
-    return X if Q is None else q(Q @ X)
+    if Q is None:
+        return X
+    # A block that was transposed is multiplied from the right, which rounds otherwise.
+    return q(X.mT @ Q.mT).mT if flipped else q(Q @ X)
 
 
 def _plus_diagonal(Z: Tensor, a: float, q: Rounding) -> Tensor:

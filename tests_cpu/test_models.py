@@ -310,6 +310,8 @@ def test_it_is_small_and_still_has_heads(name: str) -> None:
     for field in ("num_attention_heads", "num_key_value_heads", "index_n_heads", "n_head"):
         if complete(was).get(field):
             assert 1 < config[field] <= complete(was)[field]
+    # Of two heads, a pair is the whole matrix: that fault could not be told from another.
+    assert max(config.get("num_attention_heads", 0), config.get("n_head", 0)) >= 4
     for d in plan(model).split:
         assert d.heads is not None
         assert d.width is not None

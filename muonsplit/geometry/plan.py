@@ -14,6 +14,7 @@ from muonsplit.geometry.leaf import SPLITTABLE, Kind, kind_of, locate
 from muonsplit.geometry.owner import role_of
 from muonsplit.layout import Layout, Segment
 
+_MISSED = "declined:"
 _HEAD_LEAVES = frozenset({"lm_head", "embed_out"})
 _ROLES: dict[Kind, str] = {
     "query": "q",
@@ -103,6 +104,14 @@ class Plan:
             key = (d.owner, d.leaf, d.shape, d.layout, d.reason)
             groups.setdefault(key, []).append(d)
         return [(found[0], len(found)) for found in groups.values()]
+
+    def missed(self) -> list[str]:
+        """A line a leaf for attention weights that no candidate fits; nothing if there are none."""
+        return [
+            f"{d.owner}.{d.leaf} {d.shape} ×{count}: {d.reason}"
+            for d, count in self.table()
+            if d.kind in SPLITTABLE and d.reason.startswith(_MISSED)
+        ]
 
     def raise_if_nothing(self) -> None:
         """Raises if no weight is split although the dialect splits by heads.
