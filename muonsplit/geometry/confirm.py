@@ -48,9 +48,9 @@ def confirm(shape: Sequence[int], candidates: Sequence[HeadGeometry]) -> Answer:
     return Answer(geometry, f"confirmed: {geometry}")
 
 
-def _owner_first(found: HeadGeometry) -> tuple[int, str]:
+def _owner_first(found: HeadGeometry) -> tuple[int, str, int, int]:
     """The route to name where several agree: the one that leans on the config least."""
-    return found.source.count("config."), found.source
+    return found.source.count("config."), found.source, found.heads, found.width
 
 
 def _nothing(rows: int, candidates: Sequence[HeadGeometry]) -> str:

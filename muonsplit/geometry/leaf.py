@@ -69,14 +69,18 @@ def locate(name: str) -> Place:
     Args:
         name: Parameter name as ``named_parameters()`` gives it.
     """
-    parts = name.split(".")
-    if parts[-3:-1] == ["parametrizations", "weight"]:
-        parts = [*parts[:-3], "weight"]
-    if parts[-1] == "weight":
-        parts.pop()
+    parts = holder(name).split(".")
     while len(parts) > 1 and parts[-1] in _WRAPPER_PARTS | _WRAPPER_LEAVES:
         parts.pop()
-    return Place(".".join(parts[:-1]), parts[-1]) if parts else Place("", name)
+    return Place(".".join(parts[:-1]), parts[-1])
+
+
+def holder(name: str) -> str:
+    """Path of the module whose ``weight`` a parameter is; of a bare parameter, its own name."""
+    for tail in (".parametrizations.weight.original", ".weight"):
+        if name.endswith(tail):
+            return name.removesuffix(tail)
+    return name
 
 
 def kind_of(leaf: str) -> Kind:

@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*|[a-z0-9]+")
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _ATTENTION = frozenset({"attention", "attn", "mla", "mha", "selfattention", "crossattention"})
 _REFUSED = frozenset({"indexer", "scorer", "compressor"})
 

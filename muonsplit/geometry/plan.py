@@ -1,6 +1,7 @@
 """The plan: what the rules say about every weight of a model, and why."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from muonsplit.dialect import DEFAULT_DIALECT, Dialect, SplitRule, dialect_named
 from muonsplit.errors import LayoutError, NothingRecognisedError
 from muonsplit.geometry.candidates import HeadGeometry, Reader, candidates
 from muonsplit.geometry.confirm import confirm
-from muonsplit.geometry.leaf import SPLITTABLE, Kind, kind_of, locate
+from muonsplit.geometry.leaf import SPLITTABLE, Kind, holder, kind_of, locate
 from muonsplit.geometry.owner import role_of
 from muonsplit.layout import Layout, Segment
 
@@ -196,7 +197,7 @@ def _decide(
 def _not_muon(
     name: str, leaf: str, shape: tuple[int, ...], modules: Mapping[str, nn.Module]
 ) -> tuple[Kind, str] | None:
-    module = modules.get(name.rpartition(".")[0])
+    module = modules.get(holder(name))
     if isinstance(module, nn.Embedding):
         return "embedding", "embedding: trained by AdamW"
     if leaf in _HEAD_LEAVES:
@@ -211,9 +212,10 @@ def _not_muon(
 def _config_of(path: str, modules: Mapping[str, nn.Module]) -> Any:
     """The config of the owner, or of the nearest module above it that has one."""
     for parent in _upwards(path):
-        config = getattr(modules.get(parent), "config", None)
-        if config is not None:
-            return config
+        with suppress(Exception):  # a property may raise anything
+            config = getattr(modules.get(parent), "config", None)
+            if config is not None:
+                return config
     return None
 
 
@@ -237,7 +239,10 @@ def _layout(
     if split.heads_per_block is None:
         return None, "the dialect keeps every weight whole"
     if kind == "fused_qkv" and split.fused_qkv != "heads":
-        return None, f"fused QKV of {heads} heads of {width} rows: the dialect keeps it whole"
+        kept = "the dialect keeps it whole"
+        if split.fused_qkv == "projections":
+            kept = "which rows are Q, K and V is not told by its shape, so it stays whole"
+        return None, f"fused QKV of {heads} heads of {width} rows: {kept}"
     layout = Layout.heads(_ROLES[kind], heads, width)
     if kind == "mla_key_value_up" and split.mla_key_value == "apart":
         key = _key_width(owner, _config_of(path, modules), width)

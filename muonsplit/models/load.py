@@ -22,8 +22,9 @@ _LARGEST_NUMBER = 1 << 31
 _DEEPEST = 16
 _MOST_LAYERS = 10_000
 _STRUCTURAL = re.compile(
-    r"(.*_)?(num_heads|n_heads?|num_attention_heads|num_key_value_heads|head_dim|hidden_size"
-    r"|num_hidden_layers|n_layers?|vocab_size|intermediate_size|lora_rank)"
+    r"(.*_)?(num_heads|n_heads?|attention_heads|key_value_heads|head_dim|hidden_size|d_model|n_embd"
+    r"|num_hidden_layers|n_layers?|encoder_layers|decoder_layers|vocab_size|intermediate_size"
+    r"|lora_rank)"
 )
 
 
@@ -67,19 +68,26 @@ def resolve(spec: str) -> ModelSpec:
     known = golden_models()
     if spec in known:
         return ModelSpec(spec, read_config(golden_root() / "models" / spec / "config.json"))
-    path = Path(spec)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.is_file():
+    path = _config_path(Path(spec))
+    if path is not None:
         name = path.parent.name if path.name == "config.json" else path.stem
         return ModelSpec(name or path.stem, read_config(path))
-    if path.suffix or "/" in spec:
-        raise ConfigError(f"There is no config at {spec}.", "Give a config.json or its directory.")
+    shown = spec if len(spec) < 200 else f"{spec[:200]}…"
+    if spec.endswith(".json") or "/" in spec:
+        raise ConfigError(f"There is no config at {shown}.", "Give a config.json or its directory.")
     raise UsageError(
-        f"There is no model {spec!r}.",
+        f"There is no model {shown!r}.",
         f"Use a golden name ({', '.join(known)}), a config.json or its directory, or "
         "transformers:MODEL_TYPE.",
     )
+
+
+def _config_path(path: Path) -> Path | None:
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        return path if path.is_file() else None
+    except OSError:  # a name too long to be one
+        return None
 
 
 def read_config(path: Path) -> Config:

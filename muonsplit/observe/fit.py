@@ -40,9 +40,11 @@ def compare(name: str, update: Tensor, expected: Tensor) -> Fit:
     energy = wanted.dot(wanted)
     if energy == 0:
         return Fit(name, 0.0 if seen.norm() == 0 else float("inf"), 1.0)
-    size = seen.dot(wanted) / energy
-    off = (seen - size * wanted).norm() / (size.abs() * energy.sqrt()).clamp(min=1e-300)
-    return Fit(name, float(off), float(size))
+    size = float(seen.dot(wanted) / energy)
+    if size <= 0:  # dead, or pointing away: no rescaling makes it the same direction
+        return Fit(name, float("inf"), size)
+    off = (seen - size * wanted).norm() / (size * energy.sqrt())
+    return Fit(name, float(off), size)
 
 
 def fit(

@@ -6,16 +6,20 @@ A step f(σ) = aσ + bσ³ + cσ⁵ adds the noise of its own products and passe
 What is passed on is known exactly: in the basis of X's singular vectors the derivative of f
 multiplies
 
-    the symmetric part   by (f(σᵢ) − f(σⱼ)) / (σᵢ − σⱼ),
-    the antisymmetric    by (f(σᵢ) + f(σⱼ)) / (σᵢ + σⱼ),
-    what leaves the row space by f(σᵢ) / σᵢ,
+    the symmetric part inside the row space   by (f(σᵢ) − f(σⱼ)) / (σᵢ − σⱼ),
+    the antisymmetric part inside it          by (f(σᵢ) + f(σⱼ)) / (σᵢ + σⱼ),
+    what leaves the row space                 by f(σᵢ) / σᵢ,
 
-so noise that knows nothing of the basis grows by the root mean square of these. Noise in the
-Gram matrix A passes through g(λ) = bλ + cλ² likewise, by b + c(λᵢ + λⱼ). A product over k terms
-also rounds its growing partial sums in float32 (float64 in float64), k/3 times the variance of a
-single rounding when all terms have one sign and are added one by one. The sum over the steps is
-one standard deviation; SAFETY of them is the bound. On directions below the noise floor the
-gains are large and the bound grows by itself.
+so noise inside and outside grows by the root mean square of these. Noise in the Gram matrix A
+passes through g(λ) = bλ + cλ², by b + c(λᵢ + λⱼ), and reaches X inside its row space only. A
+product over k terms also rounds its growing partial sums in float32 (float64 in float64), k/3
+times the variance of a single rounding when all terms have one sign and are added one by one. The
+sum over the steps is one standard deviation; SAFETY of them are allowed.
+
+The norm is one number: its error is a common factor, which does not average out. It moves each
+singular value by σ·F′(σ), F being all steps, and its largest value is allowed beside the noise.
+
+On directions below the noise floor the gains are large and the bound grows by itself.
 """
 
 import torch
@@ -49,13 +53,28 @@ def rounding_bound(block: Tensor, arithmetic: Arithmetic) -> float:
     S = torch.linalg.svdvals(wide)
     S = S / S.square().sum().sqrt().clamp(min=1e-300) / arithmetic.norm_factor
     u, summing = _roundoffs(arithmetic)
-    error = S.norm() * u * 2.0  # the cast, the norm and the division
+    slope, largest = S, _largest_norm_error(arithmetic, rows * cols)
+    share = rows / cols
+    # Variance inside and outside the row space: of the cast and of the division.
+    inside = outside = 2 * _energy(S) * u**2
+    inside, outside = inside * share, outside * (1 - share)
     for coefficients in schedule(arithmetic):
-        local = _variance(S, coefficients, (rows, cols), u, summing)
-        error = (error.square() * _gain(S, coefficients, cols) + local).sqrt()
+        spread, through = _variances(S, coefficients, (rows, cols), u, summing)
+        gain_in, gain_out = _gains(S, coefficients)
+        inside = inside * gain_in + spread * share + through
+        outside = outside * gain_out + spread * (1 - share)
+        slope = slope * _slope(S, coefficients)
         S = _f(S, coefficients)
+    noise = SAFETY * (inside + outside).sqrt()
     factor = GRAM if arithmetic.form == "gram" else 1.0
-    return float(SAFETY * factor * error / S.norm().clamp(min=1e-300))
+    return float(factor * (noise + largest * slope.norm()) / S.norm().clamp(min=1e-300))
+
+
+def _largest_norm_error(arithmetic: Arithmetic, elements: int) -> float:
+    """The norm's own rounding, that with the factor and ε, and its sum of squares."""
+    double = arithmetic.cpu_dtype == "float64"
+    summing = torch.finfo(torch.float64 if double else torch.float32).eps / 2
+    return 3 * arithmetic.roundoff + summing * (elements / 3) ** 0.5
 
 
 def _roundoffs(arithmetic: Arithmetic) -> tuple[float, float]:
@@ -70,10 +89,10 @@ def _f(S: Tensor, coefficients: Coefficients) -> Tensor:
     return a * S + b * S**3 + c * S**5
 
 
-def _variance(
+def _variances(
     S: Tensor, coefficients: Coefficients, shape: tuple[int, int], u: float, summing: float
-) -> Tensor:
-    """Square of the Frobenius norm that one step's own roundings add."""
+) -> tuple[Tensor, Tensor]:
+    """Squared Frobenius norms that one step's roundings add: over all of X, and through B."""
     (a, b, c), (rows, cols) = coefficients, shape
     gram, quartic = S.square(), S**4
     polynomial = b * gram + c * quartic
@@ -84,33 +103,28 @@ def _variance(
         + (_energy(b * gram) + _energy(c * quartic) + _energy(polynomial)) * u**2
         + _energy(c * quartic) * short
     )
-    # Noise in B is spread over all its entries: it meets X as E·X with ‖E·X‖ ≈ ‖E‖‖X‖/√rows.
-    through = in_b * _energy(S) / rows
     in_x = (_energy(a * S) + _energy(_f(S, coefficients))) * u**2 + _energy(polynomial * S) * short
-    return through + in_x
+    # Noise in B is spread over all its entries: it meets X as E·X with ‖E·X‖ ≈ ‖E‖‖X‖/√rows.
+    return in_x, in_b * _energy(S) / rows
 
 
 def _energy(S: Tensor) -> Tensor:
     return S.square().sum()
 
 
-def _gain(S: Tensor, coefficients: Coefficients, cols: int) -> Tensor:
-    """Mean square gain of basis-free noise through one step."""
+def _slope(S: Tensor, coefficients: Coefficients) -> Tensor:
+    a, b, c = coefficients
+    return a + 3 * b * S.square() + 5 * c * S**4
+
+
+def _gains(S: Tensor, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
+    """Mean square gain of noise through one step, inside the row space and outside it."""
     a, b, c = coefficients
     one, other = S.unsqueeze(0), S.unsqueeze(1)
-    squares = one.square() + other.square()
+    squares, product = one.square() + other.square(), one * other
+    fourth = one**4 + other**4 + product.square()
     # The divided differences of x, x³ and x⁵, written without dividing.
-    minus = (
-        a
-        + b * (squares + one * other)
-        + c * (one**4 + one**3 * other + one.square() * other.square() + one * other**3 + other**4)
-    )
-    plus = (
-        a
-        + b * (squares - one * other)
-        + c * (one**4 - one**3 * other + one.square() * other.square() - one * other**3 + other**4)
-    )
-    inside = (minus.square() + plus.square()).sum() / 2
+    minus = a + b * (squares + product) + c * (fourth + product * squares)
+    plus = a + b * (squares - product) + c * (fourth - product * squares)
     ratio = a + b * S.square() + c * S**4
-    outside = ratio.square().sum() * (cols - len(S))
-    return (inside + outside) / (len(S) * cols)
+    return (minus.square() + plus.square()).mean() / 2, ratio.square().mean()
