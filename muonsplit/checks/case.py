@@ -11,7 +11,7 @@ from muonsplit.dialect import Dialect
 from muonsplit.geometry import Decision, Plan
 from muonsplit.layout import Layout
 from muonsplit.models.load import Config
-from muonsplit.muon import advance_momentum, orthogonalize
+from muonsplit.muon import advance_momentum
 from muonsplit.observe import gradients
 from muonsplit.observe.cut import Cut, differing_lines, scan, turned_lines
 from muonsplit.observe.tolerance import rounding_bound
@@ -70,6 +70,24 @@ class Case:
     def base(self) -> Outcome:
         """One step with the gradient."""
         return self.run([self.gradients])
+
+    def conditioned(self, *key: object) -> dict[str, Tensor]:
+        """Gradients in which no planned block has a small singular value."""
+        drawn = gradients.draw(self.shapes, self.seed, "conditioned", *key)
+        for d in self.plan.decisions:
+            gradient = drawn[d.name]
+            if d.layout is None:
+                drawn[d.name] = gradients.conditioned(gradient)
+            else:
+                batches = [gradients.conditioned(batch) for batch in d.layout.batches(gradient)]
+                d.layout.write(batches, gradient)
+        return drawn
+
+    @cached_property
+    def first_step(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """Conditioned gradients, and the parameters that one step with them leaves."""
+        drawn = self.conditioned("first")
+        return drawn, self.probe(drawn)
 
     @cached_property
     def rows(self) -> dict[str, Cut]:
@@ -163,16 +181,16 @@ class Case:
             return tuple(frozenset(range(i, i + rows)) for i in range(0, lines, rows))
         return (frozenset(range(lines)),)
 
-    def direction(self, weight: str) -> Tensor:
-        """What the first step orthogonalises, from zero state; float64."""
-        gradient = self.gradients[weight].double()
+    def direction(self, weight: str, drawn: Mapping[str, Tensor] | None = None) -> Tensor:
+        """What a first step orthogonalises, from zero state; float64.
+
+        Args:
+            weight: Parameter name.
+            drawn: The step's gradients; by default :attr:`gradients`.
+        """
+        gradient = (self.gradients if drawn is None else drawn)[weight].double()
         beta = self.setting("momentum", weight, self.beta)
         return advance_momentum(gradient, torch.zeros_like(gradient), self.dialect.arithmetic, beta)
-
-    def expected(self, decision: Decision) -> Tensor:
-        """The exact update of the first step, in units of the learning rate; float64."""
-        exact = self.dialect.arithmetic.exact()
-        return orthogonalize(self.direction(decision.name), decision.layout, exact)
 
     def bound(self, decision: Decision, direction: Tensor | None = None) -> float:
         """The largest relative error that rounding may cause in one block of a weight."""

@@ -21,7 +21,7 @@ def momentum(case: Case) -> Findings:
     """
     if not case.knows_lr:
         raise SkipError("the subject states no learning rate, so steps cannot be added up")
-    steps = [gradients.draw_uneven(case.shapes, case.seed, "step", i) for i in range(_STEPS)]
+    steps = [case.conditioned("step", i) for i in range(_STEPS)]
     after = case.run(steps).after[-1]
     arithmetic, exact = case.dialect.arithmetic, case.dialect.arithmetic.exact()
     for d in case.weights:

@@ -1,5 +1,6 @@
 """Leaf → kind: what a weight's name claims to be. A name is a claim; shape and owner decide."""
 
+import re
 from typing import Literal, NamedTuple
 
 Kind = Literal[
@@ -47,6 +48,9 @@ SPLITTABLE: frozenset[Kind] = frozenset(
 )
 
 
+_WEIGHT = re.compile(r"\.(parametrizations\.weight\.original[0-9]*|weight)$")
+
+
 class Place(NamedTuple):
     """Where a parameter sits, with wrappers read through.
 
@@ -77,10 +81,7 @@ def locate(name: str) -> Place:
 
 def holder(name: str) -> str:
     """Path of the module whose ``weight`` a parameter is; of a bare parameter, its own name."""
-    for tail in (".parametrizations.weight.original", ".weight"):
-        if name.endswith(tail):
-            return name.removesuffix(tail)
-    return name
+    return _WEIGHT.sub("", name)
 
 
 def kind_of(leaf: str) -> Kind:
