@@ -7,6 +7,7 @@ vouches for its content, not for its author.
 
 import hashlib
 import json
+import math
 import os
 import platform
 import tempfile
@@ -56,7 +57,9 @@ def statement(certificate: Certificate) -> dict[str, Any]:
 
 def canonical(value: Any) -> str:
     """JSON with sorted keys and no spaces; equal values give equal text."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
 
 
 def digest(value: Any) -> str:
@@ -116,7 +119,7 @@ def _model(model: ModelResult) -> dict[str, Any]:
         status: sum(result.status == status for result in model.results)
         for status in ("passed", "failed", "skipped", "undecided")
     }
-    results = [asdict(result) for result in model.results]
+    results = [_result(result) for result in model.results]
     return {
         "name": model.model,
         "verdict": str(model.verdict),
@@ -126,6 +129,17 @@ def _model(model: ModelResult) -> dict[str, Any]:
         "counts": counts,
         "results": results,
     }
+
+
+def _result(result: CheckResult) -> dict[str, Any]:
+    values = asdict(result)
+    for finding in values["findings"]:
+        # JSON has no infinity; an update that does not move is infinitely far off.
+        finding["numbers"] = {
+            name: number if math.isfinite(number) else str(number)
+            for name, number in finding["numbers"].items()
+        }
+    return values
 
 
 def _versions() -> dict[str, str]:

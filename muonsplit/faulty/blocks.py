@@ -35,16 +35,10 @@ def shared_norm(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
     def how(update: Tensor, layout: Layout | None, arithmetic: Arithmetic) -> Tensor:
         if layout is None:
             return orthogonalize(update, layout, arithmetic)
-        # A row of its own scale in front makes every block's norm that of the whole weight.
-        total, result = update.square().sum(), torch.empty_like(update)
-        for (batch,), (target,) in zip(
-            _single(layout.batches(update)), _single(layout.batches(result)), strict=True
-        ):
-            missing = (total - batch.square().sum()).clamp(min=0).sqrt()
-            padded = torch.zeros(batch.shape[0] + 1, batch.shape[1] + 1)
-            padded[:-1, :-1], padded[-1, -1] = batch, missing
-            factor = scale_factor(arithmetic.scale, *batch.shape)
-            target.copy_(newton_schulz(padded.unsqueeze(0), arithmetic)[0, :-1, :-1] * factor)
+        total = update.square().sum()
+        done = [_of_norm(total, batch, arithmetic) for batch in layout.batches(update)]
+        result = torch.empty_like(update)
+        layout.write(done, result)
         return result
 
     return broken(model, layouts, hyper, how)
@@ -105,5 +99,13 @@ def columns_cut(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
     return broken(model, layouts, hyper, how)
 
 
-def _single(batches: list[Tensor]) -> list[tuple[Tensor]]:
-    return [(block,) for batch in batches for block in batch]
+def _of_norm(total: Tensor, batch: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """Orthogonalises blocks as if each had the given squared norm.
+
+    An extra row and column, zero but for their corner, bring every block to that norm and mix with
+    nothing.
+    """
+    padded = torch.nn.functional.pad(batch, (0, 1, 0, 1))
+    padded[:, -1, -1] = (total - batch.square().sum((1, 2))).clamp(min=0).sqrt()
+    factor = scale_factor(arithmetic.scale, *batch.shape[1:])
+    return newton_schulz(padded, arithmetic)[:, :-1, :-1] * factor

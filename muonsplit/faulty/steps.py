@@ -32,11 +32,11 @@ def nesterov_missing(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken
 
 
 class _Decaying(Broken):
-    """Decays after the update and from the adjusted rate instead of before it and from lr."""
+    """Decays once more after each step."""
 
     @torch.no_grad()
     def step(self, closure: object = None) -> object:
-        """Takes a step, then decays once more."""
+        """Takes the reference's step, then decays."""
         loss = super().step(closure)
         for group in self.param_groups:
             for p in group["params"]:

@@ -53,7 +53,6 @@ _SIZES = (
 _NULLABLE_SIZES = ("q_lora_rank", "routed_expert_hidden_size")
 _LINEAR_SIZES = ("num_heads", "head_dim", "short_conv_kernel_size")
 _LAYER_LISTS = ("kda_layers", "full_attn_layers")
-_LINEAR_OPTIONAL = ("use_full_rank_gate", "gate_lower_bound")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,17 +104,18 @@ class KimiK3Config:
         """Builds a config from the parsed JSON of a published one.
 
         Args:
-            fields: Field names and values; only the attributes of this class are allowed.
+            fields: Field names and values; a published file has more than decide the structure,
+                and the others are passed over.
 
         Raises:
-            ConfigError: A field is missing, unknown, or has a value no model can be built from.
+            ConfigError: A field is missing, or has a value no model can be built from.
         """
         if not isinstance(cast(object, fields), Mapping):
             raise ConfigError(f"A Kimi K3 config must be a mapping, not {reprlib.repr(fields)}.")
         known = {field.name: field for field in dataclasses.fields(cls)}
         required = [n for n, f in known.items() if f.default is dataclasses.MISSING]
-        _check_names(fields, required, known, prefix="")
-        return cls(**copy.deepcopy(dict(fields)))
+        _check_present(fields, required, prefix="")
+        return cls(**copy.deepcopy({n: value for n, value in fields.items() if n in known}))
 
     def __post_init__(self) -> None:
         if self.model_type != _MODEL_TYPE:
@@ -149,15 +149,10 @@ def _refuse(field: str, expected: str, value: object) -> NoReturn:
     raise ConfigError(message, "Compare it with the published config.json.")
 
 
-def _check_names(
-    fields: Mapping[str, Any], required: list[str], known: Mapping[str, object], prefix: str
-) -> None:
+def _check_present(fields: Mapping[str, Any], required: list[str], prefix: str) -> None:
     for name in required:
         if name not in fields:
             _refuse(prefix + name, "present", "missing")
-    for name in fields:
-        if name not in known:
-            _refuse(prefix + str(name), f"one of {', '.join(known)}", name)
 
 
 def _check_size(field: str, value: object, smallest: int = 1) -> None:
@@ -183,8 +178,7 @@ def _check_linear_attention(linear: dict[str, Any], num_hidden_layers: int) -> N
     prefix = "linear_attn_config."
     if not isinstance(cast(object, linear), dict):
         _refuse("linear_attn_config", "a mapping from field names to values", linear)
-    required = [*_LINEAR_SIZES, *_LAYER_LISTS]
-    _check_names(linear, required, dict.fromkeys([*required, *_LINEAR_OPTIONAL]), prefix)
+    _check_present(linear, [*_LINEAR_SIZES, *_LAYER_LISTS], prefix)
     for name in _LINEAR_SIZES:
         _check_size(prefix + name, linear[name])
     _check_flag(prefix + "use_full_rank_gate", linear.get("use_full_rank_gate", False))
