@@ -1,7 +1,9 @@
 """The command line. ``--help`` imports neither torch nor anything that does."""
 
 import json
+import signal
 import sys
+import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +17,10 @@ if TYPE_CHECKING:
 
 _FORMATS = click.Choice(["table", "json", "markdown"])
 _format = click.option("--format", "form", type=_FORMATS, default="table", help="How to print.")
-_dialect = click.option("--dialect", help="Dialect, or NAME:heads_per_block=N.")
+_dialect = click.option(
+    "--dialect",
+    help="Dialect, NAME:heads_per_block=N or NAME+per-head; see `muonsplit list dialects`.",
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -34,7 +39,8 @@ def cli() -> None:
 def plan_command(model: str, dialect: str | None, form: str) -> None:
     """What is split, into what, why, and what not.
 
-    MODEL is a golden name, a config.json or its directory, or transformers:MODEL_TYPE.
+    MODEL is a golden name, a config.json or its directory, or transformers:MODEL_TYPE. Without
+    --dialect the rules are those of deepspeed-0.19.8.
     """
     from muonsplit.dialect import DEFAULT_DIALECT, dialect_named
     from muonsplit.geometry import plan
@@ -89,6 +95,9 @@ def certify_command(
     from muonsplit.report.tables import certificate_tables, notes
     from muonsplit.subjects.process import InProcess, Worker
 
+    if not 0 < timeout < float("inf"):
+        raise click.UsageError(f"--timeout must be a positive number of seconds, got {timeout}.")
+    _make(report)
     _one_thread()
     with _progress() as progress:
         question = Question(models=models, dialect=dialect, seed=seed, only=only, progress=progress)
@@ -221,6 +230,18 @@ def _print(tables: "list[Table]", form: str) -> None:
         show(tables)
 
 
+def _make(directory: Path | None) -> None:
+    """Makes the folder of a report before any work is done for it."""
+    if directory is None:
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.UsageError(
+            f"--report: no folder can be made at {directory}: {error}."
+        ) from None
+
+
 def _one_thread() -> None:
     import torch
 
@@ -240,10 +261,16 @@ def _progress() -> "Generator[Progress]":
         yield lambda model, check: status.update(f"{model}: {check}")
 
 
+def _end(number: int, frame: object) -> None:
+    sys.exit(128 + number)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line; every error a caller can cause ends in one line and an exit code."""
     from muonsplit.errors import MuonsplitError
 
+    # Ending by SIGTERM must end the subject's process too.
+    signal.signal(signal.SIGTERM, _end)
     try:
         code = cli.main(arguments, prog_name="muonsplit", standalone_mode=False)
     except click.UsageError as error:
@@ -261,7 +288,11 @@ def main(arguments: list[str] | None = None) -> None:
         code = 130
     except BrokenPipeError:
         sys.stderr.close()
-        code = 0
+        code = 141  # as a shell reports it; the verdict was not read to its end
+    except Exception as error:
+        traceback.print_exc()
+        click.echo(f"internal error, please report it: {type(error).__name__}: {error}", err=True)
+        code = 70
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -297,7 +297,9 @@ def dialect_named(name: str) -> Dialect:
         return dialect
     found = _OPTION.fullmatch(option)
     if found is None:
-        raise UsageError(f"{option!r} is no option of a dialect.", "Use heads_per_block=N, N ≥ 1.")
+        raise UsageError(
+            f"{option!r} is no option of a dialect.", "Use heads_per_block=N, N from 1 to 99999."
+        )
     split = replace(dialect.split, heads_per_block=int(found[1]))
     sources = {**dialect.sources, "heads_per_block": f"asked for as {option}"}
     return Dialect(name, split, dialect.arithmetic, sources)

@@ -79,6 +79,12 @@ class SubjectFaultError(MuonsplitError):
         self.tail = tail
 
 
+class UnobservableError(MuonsplitError):
+    """A subject that may be right, but that these observations cannot judge."""
+
+    exit_code = 2
+
+
 class GoldenError(MuonsplitError):
     """A golden that is missing, changed, or waiting for review."""
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from muonsplit.dialect import DEFAULT_DIALECT, DIALECTS
 from muonsplit.errors import GoldenError, UsageError
+from muonsplit.files import write_whole
 from muonsplit.geometry import plan
 from muonsplit.models.load import build, golden_models, golden_root, resolve
 from muonsplit.newton_schulz import newton_schulz, scale_factor, singular_value_oracle
@@ -73,7 +74,7 @@ def check(names: Sequence[str] = ()) -> list[str]:
             if golden.waiting.exists():
                 problems.append(f"{golden.name}: {golden.waiting.name} waits for review")
             continue
-        _write(golden.waiting, new)
+        write_whole(golden.waiting, new)
         what = "is missing" if old is None else "differs"
         problems.append(f"{golden.name}: {what}; the new value is in {golden.waiting}")
     return problems
@@ -114,13 +115,6 @@ def _chosen(names: Sequence[str]) -> list[Golden]:
         if name not in known:
             raise UsageError(f"There is no golden {name!r}.", f"Known: {', '.join(known)}.")
     return [known[name] for name in names or known]
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    os.replace(part, path)
 
 
 def _plans() -> Iterator[Golden]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,9 @@ class Said(NamedTuple):
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("COLUMNS", "200")
+
     def call(*arguments: str) -> Said:
         with pytest.raises(SystemExit) as left:
             main(list(arguments))
@@ -82,6 +85,11 @@ def test_plan_in_other_forms(run, form: str) -> None:  # type: ignore[no-untyped
         (("golden", "accept", "plan/llama"), 65, "no new value"),
         (("golden", "check", "nosuch"), 64, "Known"),
         (("list", "nosuch"), 64, "nosuch"),
+        (("certify", "--timeout", "nan"), 64, "--timeout"),
+        (("certify", "--timeout", "0"), 64, "--timeout"),
+        (("certify", "--timeout", "inf"), 64, "--timeout"),
+        (("certify", "--report", "/dev/null"), 64, "--report"),
+        (("plan", "llama", "--dialect", "dion:heads_per_block=0"), 64, "heads_per_block=N"),
     ],
 )
 def test_bad_input_ends_in_one_line_and_a_code(run, arguments, code, said) -> None:  # type: ignore[no-untyped-def]
@@ -162,3 +170,25 @@ def test_the_core_imports_torch_alone() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_a_subject_does_not_outlive_its_parent(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    (tmp_path / "sleeps.py").write_text(
+        "import os, time, pathlib, muonsplit\n"
+        "@muonsplit.subject(dialect='jordan', recognises=True)\n"
+        "def build(model):\n"
+        f"    pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid()))\n"
+        "    time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "muonsplit", "certify", f"file:{tmp_path / 'sleeps.py'}:build"]
+    parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not pid_file.exists() or not pid_file.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    parent.kill()  # not even a handler runs
+    parent.wait()
+    while time.monotonic() < deadline and Path(f"/proc/{pid_file.read_text()}").exists():
+        time.sleep(0.1)
+    assert not Path(f"/proc/{pid_file.read_text()}").exists()

@@ -16,7 +16,7 @@ from muonsplit.checks import CHECKS, Check, Finding
 from muonsplit.checks.case import Case
 from muonsplit.checks.registry import SkipError, UndecidedError, check_named
 from muonsplit.dialect import Dialect, dialect_named
-from muonsplit.errors import SubjectFaultError
+from muonsplit.errors import SubjectFaultError, UnobservableError
 from muonsplit.geometry import Decision, plan
 from muonsplit.models.load import ModelSpec, build, resolve
 from muonsplit.models.miniature import miniature
@@ -52,8 +52,8 @@ class Certificate:
 
     @property
     def verdict(self) -> Verdict:
-        """Conforms only if it does on every model."""
-        return verdict_of(chain.from_iterable(model.results for model in self.models))
+        """Conforms only if it does on every model, and only if every check was asked for."""
+        return verdict_of(chain.from_iterable(model.results for model in self.models), CHECKS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ def certify(driver: Driver, question: Question) -> Certificate:
     wanted = {check_named(id).id for id in question.only} or set(CHECKS)
     checks = [c for c in CHECKS.values() if c.id in wanted or c.id in _GATES]
     asked = None if question.dialect is None else dialect_named(question.dialect)
-    specs = [resolve(name) for name in question.models]
+    specs = [resolve(name) for name in dict.fromkeys(question.models)]
     described = driver.describe()
     dialect = asked or dialect_named(described["dialect"]).asked_per_head()
     specs = specs or [resolve(name) for name in described["models"]]
@@ -157,14 +157,27 @@ def _result(check: Check, case: Case, before: Sequence[CheckResult]) -> CheckRes
     judged = len(case.weights)
     if judged == 0:
         return CheckResult(check.id, "skipped", "every weight has diverged before")
+    findings: list[Finding] = []
     try:
-        findings = tuple(check.run(case))
+        findings.extend(_found(check, case))
     except SkipError as skip:
         return CheckResult(check.id, "skipped", str(skip), judged=judged)
-    except UndecidedError as undecided:
+    except (UndecidedError, UnobservableError) as undecided:
         return CheckResult(check.id, "undecided", str(undecided), judged=judged)
     except SubjectFaultError as fault:
-        findings = (Finding("", fault.message, tail=fault.tail),)
+        findings.append(Finding("", fault.message, tail=fault.tail))
     for finding in findings:
         case.diverged.setdefault(finding.weight, check.id)
-    return CheckResult(check.id, "failed" if findings else "passed", "", findings, judged)
+    return CheckResult(check.id, "failed" if findings else "passed", "", tuple(findings), judged)
+
+
+def _found(check: Check, case: Case) -> list[Finding]:
+    """What a check finds; what it found before it could not go on counts."""
+    findings: list[Finding] = []
+    try:
+        for finding in check.run(case):
+            findings.append(finding)
+    except UndecidedError:
+        if not findings:
+            raise
+    return findings

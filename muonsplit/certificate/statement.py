@@ -8,9 +8,7 @@ vouches for its content, not for its author.
 import hashlib
 import json
 import math
-import os
 import platform
-import tempfile
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +20,7 @@ from muonsplit.certificate.run import Certificate
 from muonsplit.certificate.verdict import CheckResult, ModelResult, Verdict
 from muonsplit.checks import CHECKS
 from muonsplit.dialect import Dialect
+from muonsplit.files import write_whole
 from muonsplit.models.load import golden_root
 
 _RESULT = {
@@ -73,11 +72,8 @@ def write(certificate: Certificate, directory: Path) -> Path:
     Returns:
         Where it was written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     target = directory / "certificate.json"
-    with tempfile.NamedTemporaryFile("w", dir=directory, delete=False, encoding="utf-8") as file:
-        file.write(canonical(statement(certificate)) + "\n")
-    os.replace(file.name, target)
+    write_whole(target, (canonical(statement(certificate)) + "\n").encode())
     return target
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from muonsplit.checks.registry import Finding
+from muonsplit.checks import CHECKS, Finding
 
 Status = Literal["passed", "failed", "skipped", "undecided"]
 
@@ -82,14 +82,25 @@ class ModelResult:
     @property
     def verdict(self) -> Verdict:
         """The verdict on this model."""
-        return verdict_of(self.results)
+        return verdict_of(self.results, CHECKS)
 
 
-def verdict_of(results: Iterable[CheckResult]) -> Verdict:
-    """Violates if a check failed; inconclusive if one could not tell or none passed."""
-    statuses = {result.status for result in results}
+def verdict_of(results: Iterable[CheckResult], every: Iterable[str] = ()) -> Verdict:
+    """What results come to.
+
+    Args:
+        results: Of one model or several.
+        every: Ids of the checks without which nothing conforms.
+
+    Returns:
+        Violates if a check failed; inconclusive if one could not tell or was not asked, or none
+        passed.
+    """
+    found = list(results)
+    statuses = {result.status for result in found}
     if "failed" in statuses:
         return Verdict.VIOLATES
-    if "undecided" in statuses or "passed" not in statuses:
+    asked_all = set(every) <= {result.check for result in found}
+    if "undecided" in statuses or "passed" not in statuses or not asked_all:
         return Verdict.INCONCLUSIVE
     return Verdict.CONFORMS

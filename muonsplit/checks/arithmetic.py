@@ -4,13 +4,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from muonsplit.checks.case import Case, matrices
-from muonsplit.checks.registry import Finding, Findings, SkipError, UndecidedError, check
+from muonsplit.checks.registry import BLIND, Finding, Findings, UndecidedError, check
 from muonsplit.geometry import Decision
 from muonsplit.muon import orthogonalize
 from muonsplit.observe.fit import Fit, compare
-
-# Beyond this rounding alone could turn a block about as far as a structural fault does.
-_BLIND = 0.3
+from muonsplit.observe.tolerance import rounding_bound, size_bound
 
 
 class _Judged(NamedTuple):
@@ -21,6 +19,7 @@ class _Judged(NamedTuple):
     shape: tuple[int, int]
     found: Fit
     limit: float
+    size_limit: float
 
     @property
     def named(self) -> str:
@@ -31,12 +30,13 @@ class _Judged(NamedTuple):
 def direction(case: Case) -> Findings:
     """Compares each block with the float64 iteration, after the best rescaling.
 
-    The bound is derived from the dialect's dtype and the block's own spectrum. Fails for other
-    coefficients, steps or ε, an iteration on the wrong matrix, or a missing transposition.
-    Undecided where the dtype is so coarse for the spectrum that rounding could look the same.
+    The bound is derived from the dialect's dtype and the block's own spectrum: about 10⁻⁵ in
+    float32, 6 to 9 % in bfloat16. Fails for other coefficients or steps beyond it, and for an
+    iteration on the wrong matrix. Undecided where the dtype is so coarse for the spectrum that
+    rounding could look the same.
     """
     judged = list(_judged(case))
-    blind = [b for b in judged if b.limit > _BLIND]
+    blind = [b for b in judged if b.limit > BLIND]
     if blind:
         worst = max(blind, key=lambda b: b.limit)
         raise UndecidedError(
@@ -58,13 +58,17 @@ def scale(case: Case) -> Findings:
     Seen in public: the factor of the whole matrix used on blocks (dion before #90, VeOmni, Primus),
     which is √H too large on tall weights and has a perfect cosine; transposed shapes.
     """
-    if not case.knows_lr:
-        raise SkipError("the subject states no learning rate, so sizes cannot be judged")
     for b in _judged(case):
-        if not abs(b.found.size - 1) <= b.limit:
-            said = f"{b.named} is {b.found.size:.4g} times its size"
-            numbers = {"size": b.found.size, "allowed": b.limit}
-            yield Finding(b.weight.name, said, "1", f"{b.found.size:.6g}", numbers)
+        if not case.stated(b.weight.name, case.base.settings[0]).known:
+            raise UndecidedError(
+                f"the learning rate of {b.weight.name} is neither given nor stated"
+            )
+        if not abs(b.found.size - 1) <= b.size_limit:
+            said = f"{b.named} is {b.found.size:.3g} times its size"
+            numbers = {"size": b.found.size, "allowed": b.size_limit}
+            yield Finding(
+                b.weight.name, said, f"× {case.dialect.arithmetic.scale}", "other", numbers
+            )
 
 
 def _judged(case: Case) -> Iterator[_Judged]:
@@ -73,12 +77,22 @@ def _judged(case: Case) -> Iterator[_Judged]:
     for d in case.weights:
         given = case.direction(d.name, drawn)
         wanted = orthogonalize(given, d.layout, case.dialect.arithmetic.exact())
-        limit = case.bound(d, given)
-        blocks = zip(
-            matrices(case.update(d.name, after), d.layout), matrices(wanted, d.layout), strict=True
-        )
+        seen = case.update(d.name, after)
+        triples = zip(*(matrices(x, d.layout) for x in (given, seen, wanted)), strict=True)
         compared = [
-            _Judged(d, i, (seen.shape[0], seen.shape[1]), compare("as planned", seen, exact), limit)
-            for i, (seen, exact) in enumerate(blocks)
+            _Judged(
+                d,
+                i,
+                (block.shape[0], block.shape[1]),
+                compare("as planned", block, exact),
+                rounding_bound(raw, case.dialect.arithmetic),
+                size_bound(raw, case.dialect.arithmetic),
+            )
+            for i, (raw, block, exact) in enumerate(triples)
         ]
-        yield max(compared, key=lambda b: max(b.found.residual, abs(b.found.size - 1)))
+        yield max(compared, key=_excess)
+
+
+def _excess(block: _Judged) -> float:
+    """How far a block is beyond what it may be, in direction or size; at most 1 if it is right."""
+    return max(block.found.residual / block.limit, abs(block.found.size - 1) / block.size_limit)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from muonsplit.muon import advance_momentum
 from muonsplit.observe import gradients
 from muonsplit.observe.cut import Cut, differing_lines, scan, turned_lines
 from muonsplit.observe.tolerance import rounding_bound
-from muonsplit.subjects.drive import Outcome, Task
+from muonsplit.subjects.drive import Outcome, Settings, Task
 from muonsplit.subjects.process import Driver
 from muonsplit.subjects.protocol import Hyper
 
@@ -23,6 +24,22 @@ from muonsplit.subjects.protocol import Hyper
 _START = 1e-3
 # Enough to trip any clipping by a global norm.
 _MUCH_LOUDER = 1024.0
+
+
+class Stated(NamedTuple):
+    """Hyperparameters of one weight in one step.
+
+    Attributes:
+        lr: Learning rate.
+        momentum: Momentum coefficient.
+        weight_decay: Decoupled decay coefficient.
+        known: Whether the learning rate was given or stated, so that sizes can be judged.
+    """
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    known: bool
 
 
 @dataclass
@@ -72,15 +89,18 @@ class Case:
         return self.run([self.gradients])
 
     def conditioned(self, *key: object) -> dict[str, Tensor]:
-        """Gradients in which no planned block has a small singular value."""
+        """Gradients in which no planned block has a small singular value; blocks differ in size.
+
+        For the arithmetic alone, whose expectation comes from the plan anyway.
+        """
         drawn = gradients.draw(self.shapes, self.seed, "conditioned", *key)
         for d in self.plan.decisions:
             gradient = drawn[d.name]
             if d.layout is None:
                 drawn[d.name] = gradients.conditioned(gradient)
             else:
-                batches = [gradients.conditioned(batch) for batch in d.layout.batches(gradient)]
-                d.layout.write(batches, gradient)
+                sized = (gradients.conditioned(b) * _sizes(b) for b in d.layout.batches(gradient))
+                d.layout.write(list(sized), gradient)
         return drawn
 
     @cached_property
@@ -108,14 +128,14 @@ class Case:
     def coupled(self) -> dict[str, float]:
         """Weights whose update changes with other weights' gradients, and by how much.
 
-        Every second parameter gets another gradient, much louder and nearly of rank one, so that
-        norms of gradients and of orthogonalised updates change; then the others.
+        Half of the parameters get another gradient, much louder and nearly of rank one, so that
+        norms of gradients and of orthogonalised updates change; the halves are such that every
+        two parameters are apart in one of them.
         """
         base, changes = self.base.after[0], dict[str, float]()
-        for half in (0, 1):
-            other = {
-                name: _loud_rank_one(self.gradients[name]) for name in list(self.shapes)[half::2]
-            }
+        names = list(self.shapes)
+        for half in separating(len(names)):
+            other = {names[i]: _loud_rank_one(self.gradients[names[i]]) for i in half}
             after = self.probe({**self.gradients, **other})
             for d in self.plan.decisions:
                 update = self.update(d.name, base)
@@ -154,19 +174,28 @@ class Case:
         """The momentum coefficient that a subject which takes one is given."""
         return self.dialect.arithmetic.beta
 
-    def setting(self, name: str, weight: str, default: float) -> float:
-        """A hyperparameter as the subject's param group states it, else the one it was given."""
-        return self.base.settings.get(weight, {}).get(name, default)
+    def stated(self, weight: str, settings: Settings, weight_decay: float = 0.0) -> Stated:
+        """The hyperparameters of a weight in one step.
 
-    @property
-    def knows_lr(self) -> bool:
-        """Whether the learning rate is given or stated, so that sizes can be judged."""
-        return self.knows_hyper or any("lr" in s for s in self.base.settings.values())
+        Args:
+            weight: Parameter name.
+            settings: What the subject's param groups said before the step; they come first.
+            weight_decay: What was given to a subject that takes hyperparameters.
+        """
+        own = settings.get(weight, {})
+        given = Hyper(momentum=self.beta, weight_decay=weight_decay if self.knows_hyper else 0.0)
+        return Stated(
+            own.get("lr", given.lr),
+            own.get("momentum", given.momentum),
+            own.get("weight_decay", given.weight_decay),
+            self.knows_hyper or "lr" in own,
+        )
 
     def update(self, weight: str, after: Mapping[str, Tensor]) -> Tensor:
-        """What was subtracted from a weight, in units of the learning rate; float64."""
-        lr = self.setting("lr", weight, Hyper().lr)
-        return (self.start[weight].double() - after[weight].double()) / lr
+        """What one step from :attr:`start` subtracted, in units of the learning rate; float64."""
+        stated = self.stated(weight, self.base.settings[0])
+        decayed = self.start[weight].double() * (1 - stated.lr * stated.weight_decay)
+        return (decayed - after[weight].double()) / stated.lr
 
     def blocks(self, decision: Decision, axis: int = 0) -> tuple[frozenset[int], ...]:
         """The lines of an axis that the plan wants to move together; a stack's rows run through."""
@@ -189,7 +218,7 @@ class Case:
             drawn: The step's gradients; by default :attr:`gradients`.
         """
         gradient = (self.gradients if drawn is None else drawn)[weight].double()
-        beta = self.setting("momentum", weight, self.beta)
+        beta = self.stated(weight, self.base.settings[0]).momentum
         return advance_momentum(gradient, torch.zeros_like(gradient), self.dialect.arithmetic, beta)
 
     def bound(self, decision: Decision, direction: Tensor | None = None) -> float:
@@ -199,6 +228,20 @@ class Case:
             rounding_bound(matrix, self.dialect.arithmetic)
             for matrix in matrices(whole, decision.layout)
         )
+
+
+def separating(count: int) -> list[list[int]]:
+    """Halves of ``count`` things: for every two of them, one has the first without the second."""
+    halves: list[list[int]] = []
+    for bit in range(max(1, (count - 1).bit_length())):
+        one = [i for i in range(count) if i >> bit & 1]
+        halves += [one, [i for i in range(count) if i not in one]]
+    return halves
+
+
+def _sizes(batch: Tensor) -> Tensor:
+    """A different factor for each block, from ½ to 2."""
+    return torch.logspace(-1, 1, len(batch), base=2.0).view(-1, 1, 1)
 
 
 def _loud_rank_one(gradient: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """Is each weight cut where the plan says?"""
 
-import torch
+from torch import Tensor
 
-from muonsplit.checks.case import Case
+from muonsplit.checks.case import Case, separating
 from muonsplit.checks.registry import Finding, Findings, SkipError, check
 from muonsplit.geometry import Decision
+from muonsplit.observe.cut import differing_lines
 from muonsplit.observe.fit import fit, hypotheses
 
 # Exact, and no sign change: only a norm that is shared can carry it to other rows.
@@ -74,7 +75,7 @@ def placement(case: Case) -> Findings:
 
 @check("cut.columns", "no weight is cut along its other axis")
 def columns(case: Case) -> Findings:
-    """Changes signs in one column: every column moves, or the planned block for a Conv1D.
+    """Changes signs in one column: every column moves.
 
     A split on the input axis divides as well and shows in no shape.
     """
@@ -86,30 +87,35 @@ def columns(case: Case) -> Findings:
 
 @check("independence.heads", "no head's update depends on another head's gradient")
 def heads(case: Case) -> Findings:
-    """Multiplies one block's gradient by four: the bits of every other block stay.
+    """Multiplies some blocks' gradients by four: the bits of every other block stay.
 
-    A Frobenius norm over the whole weight couples heads without multiplying their rows, and is
-    finite and plausible; equal heads hide it.
+    Every two blocks are told apart by one of the probes. A Frobenius norm over the whole weight
+    couples heads without multiplying their rows, and is finite and plausible; equal heads hide it.
     """
-    changed, inside = dict(case.gradients), dict[str, list[int]]()
-    for d in case.weights:
-        blocks = case.blocks(d)
-        if len(blocks) > 1:
-            inside[d.name] = sorted(blocks[0])
-            gradient = case.gradients[d.name].clone()
-            gradient.view(-1, gradient.shape[-1])[inside[d.name]] *= _LOUDER
-            changed[d.name] = gradient
-    if not inside:
+    cut = {d: case.blocks(d) for d in case.weights if len(case.blocks(d)) > 1}
+    if not cut:
         raise SkipError("no weight of this model has more than one block")
-    base, after = case.base.after[0], case.probe(changed)
-    for name, block in inside.items():
-        differs = after[name].view(torch.int32) != base[name].view(torch.int32)
-        moved = differs.flatten(0, -2).any(-1)
-        moved[block] = False
-        if moved.any():
-            row = int(moved.nonzero()[0])
-            said = f"a louder first block (rows {block[0]} to {block[-1]}) moves row {row}"
-            yield Finding(name, said, "blocks do not see each other", "they share a norm")
+    base, reported = case.base.after[0], set[str]()
+    for half in separating(max(len(blocks) for blocks in cut.values())):
+        louder = {d: sorted(_lines(blocks, half)) for d, blocks in cut.items()}
+        changed = {d.name: _louder(case.gradients[d.name], rows) for d, rows in louder.items()}
+        after = case.probe({**case.gradients, **changed})
+        for d, rows in louder.items():
+            moved = differing_lines(after[d.name], base[d.name], 0) - set(rows)
+            if moved and d.name not in reported:
+                reported.add(d.name)
+                said = f"row {min(moved)} moves when only rows of other blocks are louder"
+                yield Finding(d.name, said, "blocks do not see each other", "they share a norm")
+
+
+def _lines(blocks: tuple[frozenset[int], ...], half: list[int]) -> frozenset[int]:
+    return frozenset().union(*(blocks[i] for i in half if i < len(blocks)))
+
+
+def _louder(gradient: Tensor, rows: list[int]) -> Tensor:
+    louder = gradient.clone()
+    louder.view(-1, gradient.shape[-1])[rows] *= _LOUDER
+    return louder
 
 
 def _observed_whole(case: Case, decision: Decision) -> bool:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from muonsplit.checks.case import Case
 from muonsplit.errors import UsageError
 
+# Beyond this rounding alone could turn a block about as far as a structural fault does.
+BLIND = 0.3
+
 
 class SkipError(Exception):
     """Raised by a check that does not apply; says why."""

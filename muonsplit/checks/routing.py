@@ -3,7 +3,8 @@
 import torch
 
 from muonsplit.checks.case import Case
-from muonsplit.checks.registry import Finding, Findings, UndecidedError, check
+from muonsplit.checks.registry import Finding, Findings, SkipError, UndecidedError, check
+from muonsplit.geometry.leaf import SPLITTABLE
 from muonsplit.observe.cut import Cut
 
 # Exact in every dtype, so that a scale-invariant update keeps its bits up to ε.
@@ -42,7 +43,7 @@ def repeatable(case: Case) -> Findings:
 
 @check("model.miniature", "the miniature is decided as the full-size model is")
 def miniature(case: Case) -> Findings:
-    """Compares the plan of the miniature, kind by kind, with that of the full-size model.
+    """Compares, kind by kind, what the plans of both split and keep whole.
 
     Undecided if they differ: what is observed on the miniature would say nothing of the model.
     """
@@ -53,6 +54,21 @@ def miniature(case: Case) -> Findings:
     if small != full:
         one = sorted(small ^ full)[0]
         raise UndecidedError(f"the miniature decides otherwise than the model on {one[0]}.{one[1]}")
+    yield from ()
+
+
+@check("model.recognised", "the rules decide every attention weight of the model")
+def recognised(case: Case) -> Findings:
+    """No attention weight is declined because its geometry is missing, ambiguous or does not fit.
+
+    Undecided if one is: it stays whole in the plan, and whether that is right is not known.
+    """
+    if not case.dialect.per_head:
+        raise SkipError("the dialect asks for no heads")
+    if not any(d.kind in SPLITTABLE for d in case.full.decisions):
+        raise UndecidedError("the model has no leaf known to hold heads")
+    if missed := case.full.missed():
+        raise UndecidedError(f"attention weights stay whole: {'; '.join(missed)}")
     yield from ()
 
 
@@ -104,21 +120,22 @@ def muon(case: Case) -> Findings:
             )
 
 
-@check("routing.others", "embeddings, output head and vectors are not trained by Muon")
+@check("routing.others", "embedding and output head are not orthogonalised")
 def others(case: Case) -> Findings:
     """Changes signs in one row of the embedding's and the head's gradient: no other row may move.
 
-    An orthogonalised update mixes rows; AdamW and SGD do not. Seen in public: DeepSpeed #7641,
-    Moonlight and others trained `lm_head` or the embedding by Muon.
+    An orthogonalised update mixes rows; AdamW and SGD do not, and which of them is used is not
+    asked. Seen in public: DeepSpeed #7641, Moonlight and others trained `lm_head` or the embedding
+    by Muon.
     """
     for d in case.plan.others:
         cut = case.rows.get(d.name)
         if d.kind in ("embedding", "head") and cut is not None and max(map(len, cut.blocks)) > 1:
-            yield Finding(d.name, f"the {d.kind} is orthogonalised", "trained by AdamW", str(cut))
+            yield Finding(d.name, f"the {d.kind} is orthogonalised", "not by Muon", str(cut))
 
 
 def _alone(cut: Cut) -> list[int]:
-    return sorted(line for line, block in cut.moved.items() if block <= {line})
+    return sorted(line for line, block in cut.moved.items() if block == frozenset((line,)))
 
 
 def _span(lines: list[int]) -> str:

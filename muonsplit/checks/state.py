@@ -1,69 +1,129 @@
 """Is what is carried from step to step, and added beside the update, as declared?"""
 
-import torch
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from muonsplit.checks.case import Case
-from muonsplit.checks.registry import Finding, Findings, SkipError, check
+import torch
+from torch import Tensor
+
+from muonsplit.checks.case import Case, Stated
+from muonsplit.checks.registry import BLIND, Finding, Findings, UndecidedError, check
+from muonsplit.geometry import Decision
 from muonsplit.muon import advance_momentum, orthogonalize
 from muonsplit.observe import gradients
-from muonsplit.subjects.protocol import Hyper
 
 _STEPS = 3
-_DECAY = 0.1
+# Strong, so that an update decayed along with the parameter shows in half precision too.
+_DECAY = 5.0
+# As large as an update, so that neither hides the other.
+_START = 0.05
+
+Steps = Sequence[Mapping[str, Tensor]]
 
 
 @check("state.momentum", "several steps accumulate momentum as the dialect does")
 def momentum(case: Case) -> Findings:
     """Three steps with different gradients, compared with the same three in float64.
 
-    Fails for a missing or misplaced Nesterov step, another coefficient, a buffer that is
-    normalised in place (torch.optim.Muon 2.13 in bfloat16) or not kept.
+    Fails for a missing or misplaced Nesterov step, a coefficient that is off by more than rounding
+    can be, a buffer that is normalised in place (torch.optim.Muon 2.13 in bfloat16) or not kept.
     """
-    if not case.knows_lr:
-        raise SkipError("the subject states no learning rate, so steps cannot be added up")
     steps = [case.conditioned("step", i) for i in range(_STEPS)]
-    after = case.run(steps).after[-1]
-    arithmetic, exact = case.dialect.arithmetic, case.dialect.arithmetic.exact()
+    outcome = case.run(steps)
     for d in case.weights:
-        buffer = torch.zeros(d.shape, dtype=torch.float64)
-        total, slack = torch.zeros_like(buffer), 0.0
-        for step in steps:
-            gradient, beta = step[d.name].double(), case.setting("momentum", d.name, case.beta)
-            update = advance_momentum(gradient, buffer, arithmetic, beta)
-            wanted = orthogonalize(update, d.layout, exact)
-            slack += case.bound(d, update) * float(wanted.norm())
-            total += wanted
-        off = float((case.update(d.name, after) - total).norm() / total.norm())
-        limit = slack / float(total.norm())
+        stated = [case.stated(d.name, settings) for settings in outcome.settings]
+        exact = _recurrence(case, d, steps, case.start[d.name], stated)
+        off, limit = exact.compare(outcome.after[-1][d.name])
         if not off <= limit:
             said = f"after {_STEPS} steps off by {off:.3g}, {limit:.3g} allowed"
-            form = f"{arithmetic.momentum}, nesterov={arithmetic.nesterov}"
+            form = (
+                f"{case.dialect.arithmetic.momentum}, nesterov={case.dialect.arithmetic.nesterov}"
+            )
             yield Finding(d.name, said, form, "other momentum", {"off": off, "allowed": limit})
 
 
-@check("state.decay", "weight decay shrinks the parameter by lr × decay, and does nothing else")
+@check("state.decay", "weight decay shrinks the parameter by lr × decay before each update")
 def decay(case: Case) -> Findings:
-    """Two runs differ only in the initial parameters; their difference must shrink by 1 − lr·decay.
+    """Three steps with decay from two starts, compared with each other and with float64.
 
-    The update cancels, so no model of it is needed. Decay folded into the gradient, taken from an
-    adjusted learning rate, or rounded by a foreach kernel shows as another factor or direction.
+    Between the two runs the updates cancel: what is left shrinks by 1 − lr·decay a step, exactly.
+    One run must also follow the recurrence, so that nothing else changes when decay is on. Fails
+    for decay folded into the gradient, applied after the update, twice or once only, from an
+    adjusted learning rate, and for an option that turns something else off.
     """
-    if not case.knows_lr:
-        raise SkipError("the subject states no learning rate, so decay cannot be judged")
-    starts = [gradients.draw(case.shapes, case.seed, "decay", i) for i in range(2)]
-    runs = [case.run([case.gradients], start, _DECAY) for start in starts]
+    steps = [case.conditioned("decay", i) for i in range(_STEPS)]
+    starts = [gradients.draw(case.shapes, case.seed, "decay", i, size=_START) for i in range(2)]
+    runs = [case.run(steps, start, _DECAY) for start in starts]
     for d in case.weights:
-        before = starts[1][d.name].double() - starts[0][d.name].double()
-        after = runs[1].after[0][d.name].double() - runs[0].after[0][d.name].double()
-        given = _DECAY if case.knows_hyper else 0.0
-        stated = runs[0].settings.get(d.name, {}).get("weight_decay", given)
-        wanted = 1 - case.setting("lr", d.name, Hyper().lr) * stated
-        # Either run rounds the decayed and the updated parameter once, each to half an ulp.
-        size = sum(float(s[d.name].double().norm()) for s in starts)
-        limit = 2 * torch.finfo(torch.float32).eps * size / float(before.norm())
-        off = float((after - wanted * before).norm() / before.norm())
+        stated = [case.stated(d.name, settings, _DECAY) for settings in runs[0].settings]
+        kept = 1.0
+        for each in stated:
+            kept *= 1 - each.lr * each.weight_decay
+        before, after = (
+            (pair[1][d.name].double() - pair[0][d.name].double())
+            for pair in (starts, [run.after[-1] for run in runs])
+        )
+        # Either run rounds the decayed and the updated parameter in each step, to half an ulp.
+        sizes = (
+            float(run.after[-1][d.name].norm() + s[d.name].norm())
+            for run, s in zip(runs, starts, strict=True)
+        )
+        limit = _STEPS * torch.finfo(torch.float32).eps * sum(sizes) / float(before.norm())
+        off = float((after - kept * before).norm() / before.norm())
         if not off <= limit:
             factor = float((after * before).sum() / before.square().sum())
-            said = f"the parameter is kept by a factor {factor:.8g}, not {wanted:.8g}"
+            said = f"the parameter is kept by a factor {factor:.8g}, not {kept:.8g}"
             numbers = {"factor": factor, "off": off, "allowed": limit}
-            yield Finding(d.name, said, f"{wanted:.8g}", f"{factor:.8g}", numbers)
+            yield Finding(d.name, said, f"{kept:.8g}", f"{factor:.8g}", numbers)
+            continue
+        exact = _recurrence(case, d, steps, starts[0][d.name], stated)
+        off, limit = exact.compare(runs[0].after[-1][d.name])
+        if not off <= limit:
+            said = f"with decay the update is another: off by {off:.3g}, {limit:.3g} allowed"
+            numbers = {"off": off, "allowed": limit}
+            yield Finding(d.name, said, "decay, then the update", "something else", numbers)
+
+
+class _Exact(NamedTuple):
+    """A weight after several exact steps.
+
+    Attributes:
+        before: Where it began.
+        after: Where it ends.
+        slack: How far rounding may take it from there, in Frobenius norm.
+    """
+
+    before: Tensor
+    after: Tensor
+    slack: float
+
+    def compare(self, seen: Tensor) -> tuple[float, float]:
+        """How far an observed weight is off and may be, relative to how far it went.
+
+        Raises:
+            UndecidedError: If rounding alone may take it about as far as a fault does.
+        """
+        moved = float((self.after - self.before).norm())
+        limit = self.slack / moved
+        if limit > BLIND:
+            raise UndecidedError(f"rounding alone may move a weight by {limit:.2g} of its way")
+        return float((seen.double() - self.after).norm()) / moved, limit
+
+
+def _recurrence(
+    case: Case, d: Decision, steps: Steps, start: Tensor, stated: Sequence[Stated]
+) -> _Exact:
+    """Decay, momentum and update of a weight over several steps, in float64."""
+    if not all(each.known for each in stated):
+        raise UndecidedError(f"the learning rate of {d.name} is neither given nor stated")
+    arithmetic, exact = case.dialect.arithmetic, case.dialect.arithmetic.exact()
+    p = start.double()
+    buffer, slack = torch.zeros_like(p), 0.0
+    for step, each in zip(steps, stated, strict=True):
+        update = advance_momentum(step[d.name].double(), buffer, arithmetic, each.momentum)
+        bound = case.bound(d, update)
+        wanted = orthogonalize(update, d.layout, exact)
+        p = p * (1 - each.lr * each.weight_decay) - each.lr * wanted
+        slack += each.lr * bound * float(wanted.norm())
+        slack += torch.finfo(torch.float32).eps * float(p.norm())
+    return _Exact(start.double(), p, slack)

@@ -74,7 +74,7 @@ def heads_permuted(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
     return broken(model, layouts, hyper, how)
 
 
-@fault(check="routing.muon", model="llama", origin="xtuner: split sizes that do not cover the rows")
+@fault(check="routing.muon", model="llama", origin="harness study: last head raw")
 def last_head_raw(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
     """The loop over heads ends one early; the last head's momentum is added as it is."""
 

@@ -17,20 +17,20 @@ _LARGEST = 1 << 20
 _QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads")
 _KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 _COUNTS: dict[Kind, tuple[str, ...]] = {
-    "query": ("num_q_heads", *_QUERY_COUNTS),
+    "query": _QUERY_COUNTS,
     "key": ("num_k_heads", *_KV_COUNTS),
     "value": ("num_v_heads", *_KV_COUNTS),
     "mla_query_up": _QUERY_COUNTS,
     "mla_key_value_up": _QUERY_COUNTS,
 }
-_HEAD_DIM = ("head_dim", "head_size")
 _ROPED = ("qk_nope_head_dim", "qk_rope_head_dim")
+_HEAD_DIM = (("head_dim",), ("head_size",))
 # A width is one field or the sum of several.
 _WIDTHS: dict[Kind, tuple[tuple[str, ...], ...]] = {
-    "query": (_ROPED, ("qk_head_dim",), ("q_head_dim",), ("head_k_dim",)),
-    "key": (("head_k_dim",),),
-    "value": (("head_v_dim",), ("v_head_dim",)),
-    "mla_query_up": (_ROPED, ("qk_head_dim",), ("q_head_dim",)),
+    "query": (_ROPED, ("qk_head_dim",), ("q_head_dim",), ("head_k_dim",), *_HEAD_DIM),
+    "key": (("head_k_dim",), *_HEAD_DIM),
+    "value": (("head_v_dim",), ("v_head_dim",), *_HEAD_DIM),
+    "mla_query_up": (_ROPED, ("qk_head_dim",), ("q_head_dim",), *_HEAD_DIM),
     "mla_key_value_up": (("qk_nope_head_dim", "v_head_dim"),),
 }
 
@@ -120,14 +120,11 @@ def _counts(kind: Kind, sources: list[Reader]) -> Iterator[tuple[int, str]]:
 
 
 def _widths(kind: Kind, sources: list[Reader]) -> Iterator[tuple[int, str]]:
-    fields = (*_WIDTHS.get(kind, ()), *((name,) for name in _HEAD_DIM))
-    if kind == "mla_key_value_up":
-        fields = _WIDTHS[kind]
     for reader in sources:
-        for names in fields:
+        for names in _WIDTHS.get(kind, ()):
             if (width := reader.total(names)) is not None:
                 yield width, reader.say(names)
-    stated = any(s.get(name) is not None for s in sources for name in _HEAD_DIM)
+    stated = any(s.total(names) is not None for s in sources for names in _HEAD_DIM)
     if kind in ("query", "key", "value") and not stated:
         yield from _derived_width(sources)
 

@@ -7,9 +7,6 @@ _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _ATTENTION = frozenset({"attention", "attn", "mla", "mha", "selfattention", "crossattention"})
 _REFUSED = frozenset({"indexer", "scorer", "compressor"})
 
-# Linear-attention classes whose name does not say attention, with what admits each.
-LINEAR_ATTENTION: dict[str, str] = {}
-
 
 class Role(NamedTuple):
     """Whether an owner may be asked for heads, and why."""
@@ -33,6 +30,6 @@ def role_of(class_name: str, path: str) -> Role:
     for role in sorted(_REFUSED):
         if role in words or role in ancestors:
             return Role(False, f"{class_name} has the role of {role}, whatever its shape says")
-    if words & _ATTENTION or class_name in LINEAR_ATTENTION:
+    if words & _ATTENTION:
         return Role(True, f"{class_name} is an attention module")
     return Role(False, f"{class_name} is not known as an attention module")

@@ -127,9 +127,10 @@ class Plan:
             for d, count in self.table()
             if d.kind != "other"
         }
-        listed = "\n".join(sorted(reasons)) or "  no leaf of the model looks like attention"
+        listed = "\n".join(sorted(reasons)) or "  no leaf of the model is known to hold heads"
         raise NothingRecognisedError(
-            f"No weight of {len(self.decisions)} is split under dialect {self.dialect}:\n{listed}"
+            f"No weight of {len(self.decisions)} is split under dialect {self.dialect}:\n{listed}",
+            "Whether that is right depends on model and dialect: muonsplit list dialects.",
         )
 
 
@@ -181,7 +182,8 @@ def _decide(
     role = role_of(owner_class, place.owner)
     kind = kind_of(place.leaf)
     if kind == "other" or (kind in _NEVER and not role.attention):
-        return decision("other", f"not an attention projection: {owner_class}.{place.leaf}")
+        unknown = "not a leaf known to hold heads" if role.attention else "not attention"
+        return decision("other", f"{unknown}: {owner_class}.{place.leaf}")
     if kind in _NEVER:
         return decision(kind, _NEVER[kind])
     assert kind in SPLITTABLE

@@ -74,7 +74,9 @@ def resolve(spec: str) -> ModelSpec:
         return ModelSpec(name or path.stem, read_config(path))
     shown = spec if len(spec) < 200 else f"{spec[:200]}…"
     if spec.endswith(".json") or "/" in spec:
-        raise ConfigError(f"There is no config at {shown}.", "Give a config.json or its directory.")
+        raise ConfigError(
+            f"There is no config file at {shown}.", "Give a config.json or its directory."
+        )
     raise UsageError(
         f"There is no model {shown!r}.",
         f"Use a golden name ({', '.join(known)}), a config.json or its directory, or "
@@ -96,9 +98,9 @@ def read_config(path: Path) -> Config:
     Raises:
         ConfigError: If it is too large, no JSON object, or :func:`check_config` refuses it.
     """
+    if path.stat().st_size > _LARGEST_FILE:
+        raise ConfigError(f"{path} is larger than {_LARGEST_FILE} bytes; a config is not.")
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise ConfigError(f"{path} is larger than {_LARGEST_FILE} bytes; a config is not.")
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not readable JSON: {error}.") from error

@@ -1,4 +1,4 @@
-"""How far a legal update may be from the exact one: derived, never tuned.
+"""How far a legal update may be from the exact one: derived, with three stated constants.
 
 Rounding x = m·2ᵉ to a dtype of unit roundoff u errs uniformly in ±u·2ᵉ, so relative to x by
 u/(√3·m); over mantissas m spread logarithmically in [1, 2) its root mean square is u/√3 · 0.735.
@@ -28,6 +28,7 @@ On directions below the noise floor the gains are large and the bound grows by i
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,13 +36,13 @@ from torch import Tensor
 from muonsplit.dialect import Arithmetic
 from muonsplit.newton_schulz import Coefficients, schedule
 
-# One false alarm in 10⁹ blocks.
+# Chosen: one false alarm in 10⁹ blocks.
 _TAIL = math.log(1e9)
-# Roundings are not quite independent of each other: those of a symmetric product come in pairs.
+# Assumed: roundings are not quite independent, those of a symmetric product come in pairs.
 _DEPENDENT = 2.0
 _RMS = 0.735 / 3**0.5
-# The Gram form squares singular values before it rounds; at most eight times the standard form's
-# error was measured over Gaussian, log-spaced, outlier and rank-deficient spectra with a restart.
+# Measured: the Gram form squares singular values before it rounds. Its error was at most eight
+# times the standard form's over Gaussian, log-spaced, outlier and rank-deficient spectra.
 GRAM = 10.0
 
 
@@ -55,47 +56,84 @@ def rounding_bound(block: Tensor, arithmetic: Arithmetic) -> float:
     Returns:
         ‖computed − exact‖ / ‖exact‖ that one block in 10⁹ exceeds.
     """
+    noise = _propagate(block, arithmetic)
+    total = noise.inside.sum() + noise.copies * noise.outside.sum()
+    squares = _energy(noise.inside) + noise.copies * _energy(noise.outside)
+    tail = total + 2 * (_TAIL * squares).sqrt() + 2 * _TAIL * noise.largest
+    return noise.relative((_DEPENDENT * tail).sqrt(), noise.common.norm())
+
+
+def size_bound(block: Tensor, arithmetic: Arithmetic) -> float:
+    """The error that rounding may cause in the size of one block's update, ⟨U, O⟩ / ⟨O, O⟩.
+
+    A size is one projection of all the noise, whose deviation no direction exceeds that of the
+    noisiest entry; it is far sharper than :func:`rounding_bound`.
+
+    Args:
+        block: As for :func:`rounding_bound`.
+        arithmetic: Likewise.
+    """
+    noise = _propagate(block, arithmetic)
+    projected = noise.common.dot(noise.result).abs() / noise.result.norm().clamp(min=1e-300)
+    return noise.relative((_DEPENDENT * 2 * _TAIL * noise.largest).sqrt(), projected)
+
+
+class _Noise(NamedTuple):
+    """What rounding adds to a block's update.
+
+    Attributes:
+        inside: Variances in the row space, by pairs of singular vectors.
+        outside: Variances outside it, by singular vector, alike in ``copies`` columns.
+        copies: Columns outside the row space.
+        common: Largest error of each singular value by the norm's own rounding.
+        result: Singular values of the exact update.
+        factor: How much worse than the standard form the form is.
+    """
+
+    inside: Tensor
+    outside: Tensor
+    copies: int
+    common: Tensor
+    result: Tensor
+    factor: float
+
+    @property
+    def largest(self) -> Tensor:
+        """The largest variance of an entry."""
+        return torch.maximum(self.inside.max(), self.outside.max())
+
+    def relative(self, random: Tensor, common: Tensor) -> float:
+        """Both kinds of error over the size of the update."""
+        return float(self.factor * (random + common) / self.result.norm().clamp(min=1e-300))
+
+
+def _propagate(block: Tensor, arithmetic: Arithmetic) -> _Noise:
     X = block.double()
     wide = X if X.shape[0] <= X.shape[1] else X.mT
     rows, cols = wide.shape
     S = torch.linalg.svdvals(wide)
     S = S / S.square().sum().sqrt().clamp(min=1e-300) / arithmetic.norm_factor
-    u, summing = _roundoffs(arithmetic)
-    slope, largest = S, _largest_norm_error(arithmetic, rows * cols)
-    # Variances of the entries inside the row space, and of those outside it, alike in each column.
-    start = 2 * _energy(S) * u**2 / (rows * cols)
-    inside, outside = start.expand(rows, rows), start.expand(rows)
+    u, summing = _RMS * arithmetic.roundoff, _RMS * _summing(arithmetic)
+    # The norm's own rounding, those of the factor and ε, and its sum of squares.
+    norm_error = 3 * arithmetic.roundoff + _summing(arithmetic) * (rows * cols / 3) ** 0.5
+    slope = S
+    # The cast and the division, over all entries.
+    inside = (2 * _energy(S) * u**2 / (rows * cols)).expand(rows, rows)
+    outside = inside[0]
     for coefficients in schedule(arithmetic):
         spread, through = _added(S, coefficients, (rows, cols), u, summing)
         inside = _passed_inside(inside, S, coefficients) + spread + through
         outside = outside * _ratio(S, coefficients).square() + spread
         slope = slope * _slope(S, coefficients)
         S = _f(S, coefficients)
-    noise = _tail(inside.flatten(), outside, cols - rows).sqrt()
     factor = GRAM if arithmetic.form == "gram" else 1.0
-    return float(factor * (noise + largest * slope.norm()) / S.norm().clamp(min=1e-300))
+    return _Noise(inside, outside, cols - rows, norm_error * slope.abs(), S.abs(), factor)
 
 
-def _tail(inside: Tensor, outside: Tensor, copies: int) -> Tensor:
-    """What the squared error may reach, given the variance of each entry."""
-    total = inside.sum() + copies * outside.sum()
-    squares = _energy(inside) + copies * _energy(outside)
-    largest = torch.cat([inside, outside]).max()
-    return _DEPENDENT * (total + 2 * (_TAIL * squares).sqrt() + 2 * _TAIL * largest)
-
-
-def _largest_norm_error(arithmetic: Arithmetic, elements: int) -> float:
-    """The norm's own rounding, that with the factor and ε, and its sum of squares."""
+def _summing(arithmetic: Arithmetic) -> float:
+    """Unit roundoff of a running sum."""
     double = arithmetic.cpu_dtype == "float64"
-    summing = torch.finfo(torch.float64 if double else torch.float32).eps / 2
-    return 3 * arithmetic.roundoff + summing * (elements / 3) ** 0.5
-
-
-def _roundoffs(arithmetic: Arithmetic) -> tuple[float, float]:
-    """Root mean square relative error of one rounding, to the dtype and in a running sum."""
-    double = arithmetic.cpu_dtype == "float64"
-    summing = torch.finfo(torch.float64 if double else torch.float32).eps / 2
-    return arithmetic.roundoff * _RMS, summing * _RMS
+    return torch.finfo(torch.float64 if double else torch.float32).eps / 2
 
 
 def _f(S: Tensor, coefficients: Coefficients) -> Tensor:

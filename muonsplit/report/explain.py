@@ -1,9 +1,10 @@
 """What there is, and what each of it means."""
 
+from contextlib import suppress
 from dataclasses import asdict
 
 from muonsplit.checks import CHECKS
-from muonsplit.dialect import DIALECTS, Dialect
+from muonsplit.dialect import DIALECTS, Dialect, dialect_named
 from muonsplit.errors import UsageError
 from muonsplit.faulty import FAULTS
 from muonsplit.models.load import golden_models
@@ -26,8 +27,8 @@ def explain(id: str) -> str:
         fault = FAULTS[id]
         caught = f"Caught by: {fault.check}, on {fault.model}"
         return f"{id}: {fault.summary}\nOrigin: {fault.origin}\n{caught}"
-    if id in DIALECTS:
-        return _dialect(DIALECTS[id])
+    with suppress(UsageError):
+        return _dialect(dialect_named(id))
     raise UsageError(
         f"There is nothing called {id!r} to explain.",
         "Use an id of muonsplit list checks or dialects, or a fault of muonsplit faults.",
@@ -47,7 +48,12 @@ def listing(what: str) -> Table:
         known = golden_models().items()
         rows = [(name, m["model"], m["status"], m["source"]) for name, m in known]
         return table("models", ("name", "model", "status", "source"), rows)
-    rows = [(name, package) for name, (_, package) in ADAPTERS.items()]
+    forms = {
+        "builtin": "builtin:reference",
+        "faulty": "faulty:NAME",
+        "deepspeed": "deepspeed[:stage=0…3,…]",
+    }
+    rows = [(forms.get(name, name), package) for name, (_, package) in ADAPTERS.items()]
     rows += [("package.module:factory", "yours"), ("file:path.py:factory", "yours")]
     return table("subjects", ("subject", "from"), rows)
 
@@ -66,7 +72,10 @@ def _form(dialect: Dialect) -> str:
 
 
 def _dialect(dialect: Dialect) -> str:
+    """Its fields, those from one source together."""
     values = asdict(dialect.split) | asdict(dialect.arithmetic)
-    lines = [f"{dialect.name}"]
-    lines += [f"  {name} = {value!r}: {dialect.sources[name]}" for name, value in values.items()]
-    return "\n".join(lines)
+    by_source: dict[str, list[str]] = {}
+    for name, value in values.items():
+        by_source.setdefault(dialect.sources[name], []).append(f"    {name} = {value!r}")
+    parts = ["\n".join([f"  from {source}:", *lines]) for source, lines in by_source.items()]
+    return "\n".join([dialect.name, *parts])

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from muonsplit.certificate.run import Certificate
-from muonsplit.certificate.verdict import ModelResult
-from muonsplit.checks import Finding
+from muonsplit.certificate.verdict import ModelResult, WeightResult
+from muonsplit.checks import CHECKS, Finding
 from muonsplit.dialect import dialect_named
 from muonsplit.geometry import Decision, Plan
 
@@ -48,7 +48,9 @@ def plan_tables(model: str, plan: Plan) -> list[Table]:
         (f"×{count}", f"{d.owner}.{d.leaf}", _shape(d.shape), d.layout or _uncut(d), d.reason)
         for d, count in plan.table()
     ]
-    return [table(f"{model} under {plan.dialect}", ("", "weight", "shape", "cut", "why"), rows)]
+    return [
+        table(f"{model} under {plan.dialect}", ("count", "weight", "shape", "cut", "why"), rows)
+    ]
 
 
 def _uncut(decision: Decision) -> str:
@@ -78,7 +80,14 @@ def certificate_tables(certificate: Certificate) -> list[Table]:
         shown.append(_weights(m))
         findings, open_questions = _findings(m), _undecided(m)
         if findings:
-            columns = ("check", "weights", "what", "planned", "observed", "proof, on the first")
+            columns = (
+                "check",
+                "weights",
+                "what",
+                "planned",
+                "observed",
+                "proof, on the first",
+            )
             shown.append(table(f"{m.model}: findings", columns, findings))
         if open_questions:
             shown.append(table(f"{m.model}: undecided", ("check", "why"), open_questions))
@@ -93,15 +102,19 @@ def _counts(model: ModelResult) -> str:
 
 def _weights(model: ModelResult) -> Table:
     alike = Counter(
-        (w.leaf, w.shape, w.planned, w.observed or "not looked at", w.diverged or "as planned")
+        (w.leaf, w.shape, w.planned, w.observed or "not looked at", w.diverged or _state(w))
         for w in model.weights
     )
     rows = [
         (f"×{count}", leaf, _shape(shape), planned, observed, state)
         for (leaf, shape, planned, observed, state), count in alike.items()
     ]
-    columns = ("", "weight", "shape in miniature", "planned", "observed", "first diverges at")
+    columns = ("count", "weight", "shape in miniature", "planned", "observed", "first diverges at")
     return table(f"{model.model}: weight by weight", columns, rows)
+
+
+def _state(weight: WeightResult) -> str:
+    return "nowhere" if weight.observed else ""
 
 
 def _findings(model: ModelResult) -> list[tuple[str, ...]]:
@@ -127,6 +140,8 @@ def notes(certificate: Certificate) -> list[str]:
     own, asked = certificate.described["dialect"], certificate.dialect.name
     if asked != own and not dialect_named(own).per_head:
         said.append(f"{own} itself keeps every weight whole; --dialect {own} holds it to that.")
+    if len(certificate.checks) < len(CHECKS):
+        said.append(f"Only {len(certificate.checks)} of {len(CHECKS)} checks were asked for.")
     failed = ((r.check, m.model) for m in certificate.models for r in m.results if r.findings)
     for check, model in islice(failed, 1):
         said.append(

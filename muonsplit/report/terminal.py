@@ -1,5 +1,6 @@
 """Tables on a terminal, and in a log at a width that does not break them."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,9 +16,10 @@ _COLOURS = {"conforms": "green", "violates": "red", "inconclusive": "yellow"}
 
 
 def console(stderr: bool = False) -> Console:
-    """A console that wraps on a terminal only."""
+    """A console that wraps where a person reads: on a terminal, or at COLUMNS."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else _LOG_WIDTH, highlight=False)
+    asked = stream.isatty() or "COLUMNS" in os.environ
+    return Console(file=stream, width=None if asked else _LOG_WIDTH, highlight=False)
 
 
 def show(tables: Sequence[Table]) -> None:
@@ -29,4 +31,8 @@ def show(tables: Sequence[Table]) -> None:
             drawn.add_column(name, overflow="fold")
         for row in found.rows:
             drawn.add_row(*(Text(cell, style=_COLOURS.get(cell, "")) for cell in row))
-        out.print(drawn)
+        with out.capture() as captured:
+            out.print(drawn)
+        # Without the blanks that fill each line: they break a diff and a copy.
+        for line in captured.get().splitlines():
+            out.file.write(line.rstrip() + "\n")

@@ -8,8 +8,9 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -65,13 +66,19 @@ def connect(spec: str) -> Connection:
     if head in ADAPTERS:
         module, distribution = ADAPTERS[head]
         by_name = head in ("builtin", "faulty")
+        if (by_name and not rest) or (spec.endswith(":") and not by_name):
+            raise SubjectError(f"{spec!r} stops at its colon.", f"Use {_FORMS}.")
         name, options = (rest, {}) if by_name else ("build", _options(spec, rest))
         return _declared(_import(module, spec), name, spec, distribution, options)
     if head == "file":
-        path, _, name = rest.rpartition(":")
+        path, colon, name = rest.rpartition(":")
+        if not colon:
+            raise SubjectError(f"{spec!r} names no factory.", "Use file:path.py:factory.")
         return _declared(_load(Path(path), spec), name, spec)
     if not rest or not all(part.isidentifier() for part in head.split(".")):
         raise SubjectError(f"{spec!r} names no subject.", f"Use {_FORMS}.")
+    # Last, so that a module of yours is found but shadows no library.
+    sys.path.append(os.getcwd())
     return _declared(_import(head, spec), rest, spec, head.partition(".")[0])
 
 
@@ -94,11 +101,12 @@ def _import(module: str, spec: str) -> ModuleType:
 def _load(path: Path, spec: str) -> ModuleType:
     if not path.is_file():
         raise SubjectError(f"The subject {spec!r} names no file: {path} does not exist.")
-    loading = importlib.util.spec_from_file_location(path.stem, path)
+    # A name of our own: a file called torch.py must not become the module torch.
+    loading = importlib.util.spec_from_file_location(f"muonsplit_subject_{path.stem}", path)
     if loading is None or loading.loader is None:
         raise SubjectError(f"The subject {spec!r} is no Python file.")
     module = importlib.util.module_from_spec(loading)
-    sys.modules[path.stem] = module
+    sys.modules[loading.name] = module
     try:
         loading.loader.exec_module(module)
     except Exception as error:
@@ -124,4 +132,20 @@ def _declared(
             f"The factory of {spec!r} declares nothing.",
             "Decorate it with @muonsplit.subject(dialect=…, recognises=…).",
         )
+    _check_parameters(factory, info, spec, options or {})
     return Connection(factory, info, distribution, options or {})
+
+
+def _check_parameters(
+    factory: Callable[..., Any], info: SubjectInfo, spec: str, options: Mapping[str, str]
+) -> None:
+    parameters = inspect.signature(factory).parameters
+    if info.recognises and "layouts" in parameters:
+        raise SubjectError(
+            f"The factory of {spec!r} is declared to find the heads itself, and takes layouts.",
+            "Declare recognises=False, or drop the parameter.",
+        )
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = [] if takes_any else [name for name in options if name not in parameters]
+    if unknown:
+        raise SubjectError(f"The subject {spec!r} takes no option {unknown[0]!r}.")

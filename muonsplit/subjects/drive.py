@@ -19,6 +19,7 @@ from muonsplit.subjects.connect import Connection
 from muonsplit.subjects.protocol import Hyper
 
 Tensors = Mapping[str, Tensor]
+Settings = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,12 @@ class Outcome:
 
     Attributes:
         after: Parameters after each step.
-        settings: For each parameter in a torch param group, the hyperparameters of its group.
+        settings: Before each step, for each parameter in a torch param group, the
+            hyperparameters of its group.
     """
 
     after: list[dict[str, Tensor]]
-    settings: dict[str, dict[str, float]]
+    settings: list[Settings]
 
 
 class Models:
@@ -86,13 +88,15 @@ def drive(connection: Connection, task: Task, models: Models) -> Outcome:
     model.forward = loss
     stepper = connection.factory(model, **_arguments(connection, task))
     after: list[dict[str, Tensor]] = []
+    settings: list[Settings] = []
     try:
         for gradients in task.gradients:
             # Clones: a subject that writes into a gradient must not reach the next run's.
             current = {name: gradients[name].clone() for name in named}
+            settings.append(_settings(stepper, named))
             _step(model, stepper)
             after.append(_parameters(model, stepper))
-        return Outcome(after, _settings(stepper, named))
+        return Outcome(after, settings)
     finally:
         getattr(stepper, "close", lambda: None)()
 
@@ -122,14 +126,20 @@ def _parameters(model: nn.Module, stepper: Any) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in found.items()}
 
 
-def _settings(stepper: Any, named: Mapping[str, nn.Parameter]) -> dict[str, dict[str, float]]:
+def _settings(stepper: Any, named: Mapping[str, nn.Parameter]) -> Settings:
     names = {id(p): name for name, p in named.items()}
-    found: dict[str, dict[str, float]] = {}
+    found: Settings = {}
     for group in getattr(stepper, "param_groups", []):
         numbers = {
-            key: float(value)
-            for key, value in group.items()
-            if key in ("lr", "momentum", "weight_decay") and isinstance(value, int | float)
+            key: float(group[key])
+            for key in ("lr", "momentum", "weight_decay")
+            if _is_number(group.get(key))
         }
         found.update({names[id(p)]: numbers for p in group["params"] if id(p) in names})
     return found
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float)

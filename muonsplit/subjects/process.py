@@ -1,5 +1,6 @@
 """The parent's side of a subject: run it, bound it, and refuse answers that are none."""
 
+import math
 import os
 import signal
 import subprocess
@@ -11,9 +12,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from safetensors import SafetensorError
 from torch import Tensor
 
-from muonsplit.errors import MuonsplitError, SubjectError, SubjectFaultError
+from muonsplit.errors import MuonsplitError, SubjectError, SubjectFaultError, UnobservableError
 from muonsplit.models.load import Config
 from muonsplit.subjects import wire
 from muonsplit.subjects.connect import Connection, connect
@@ -68,7 +70,7 @@ class Worker:
         if self._process is None:
             self._start()
         # The first answer waits for torch and whatever the subject imports.
-        return self._ask({"do": "describe", "subject": self.spec}, {}, _STARTING_S)[0]
+        return self._ready({"do": "describe", "subject": self.spec})
 
     def run(self, task: Task) -> Outcome:
         """Drives the subject through a task.
@@ -81,7 +83,7 @@ class Worker:
             self.describe()
         if task.config != self._prepared:
             # Building the model is our own work, and must not count against the subject.
-            self._ask({"do": "prepare", "config": task.config}, {}, _STARTING_S)
+            self._ready({"do": "prepare", "config": task.config})
             self._prepared = task.config
         header = {
             "do": "run",
@@ -97,6 +99,14 @@ class Worker:
         answer, found = self._ask(header, tensors, self.timeout)
         after = [wire.part(found, str(step)) for step in range(len(task.gradients))]
         return checked(Outcome(after, answer["settings"]), task)
+
+    def _ready(self, header: dict[str, Any]) -> dict[str, Any]:
+        """Asks for something that comes before the subject's first step."""
+        try:
+            return self._ask(header, {}, _STARTING_S)[0]
+        except SubjectFaultError as fault:
+            said = f"The process of {self.spec!r} did not get as far as a step: {fault.message}"
+            raise SubjectError(said, fault.tail) from None
 
     def close(self) -> None:
         """Ends the process and everything it started."""
@@ -119,7 +129,8 @@ class Worker:
         self._log.seek(0)
         self._log.truncate()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "muonsplit.subjects.worker"],
+            # -P: nothing in the current folder may shadow a library.
+            [sys.executable, "-P", "-m", "muonsplit.subjects.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -141,7 +152,7 @@ class Worker:
             self._end()
             message = f"The subject took longer than {limit:g} s for one run and was ended."
             raise SubjectFaultError(message, self._tail()) from None
-        except (OSError, EOFError):
+        except (OSError, EOFError, ValueError, SafetensorError):
             with suppress(subprocess.TimeoutExpired):  # its own exit code, before ours by SIGKILL
                 process.wait(timeout=5)
             message = f"The subject's process ended by itself with exit code {self._end()}."
@@ -198,21 +209,30 @@ def checked(outcome: Outcome, task: Task) -> Outcome:
     """Refuses an answer that is not the model's parameters.
 
     Raises:
-        SubjectFaultError: If a parameter is missing, or has another shape or dtype, or is not
-            finite.
+        SubjectFaultError: If a parameter is missing, has another shape, or is not finite.
+        UnobservableError: If it has another dtype, or a stated learning rate moves nothing.
     """
     for step, found in enumerate(outcome.after, 1):
         for name, before in task.parameters.items():
             after = found.get(name)
             if after is None:
                 raise SubjectFaultError(f"After step {step} the model has no parameter {name}.")
-            if after.shape != before.shape or after.dtype != before.dtype:
+            if after.shape != before.shape:
                 raise SubjectFaultError(
-                    f"After step {step} {name} is {tuple(after.shape)} {after.dtype}; it was "
-                    f"{tuple(before.shape)} {before.dtype}."
+                    f"After step {step} {name} is {tuple(after.shape)}; it was "
+                    f"{tuple(before.shape)}."
+                )
+            if after.dtype != before.dtype:
+                raise UnobservableError(
+                    f"after step {step} {name} is {after.dtype}, it was given as {before.dtype}; "
+                    "models of other dtypes are not observed yet"
                 )
             if not after.isfinite().all():
                 raise SubjectFaultError(
                     f"After step {step} {name} holds NaN or infinity; every input was finite."
                 )
+    for settings in outcome.settings:
+        for name, values in settings.items():
+            if not 0 < values.get("lr", 1.0) < math.inf:
+                raise UnobservableError(f"{name} has a learning rate of {values['lr']}")
     return outcome

@@ -1,7 +1,9 @@
 """The subject's own process. It is given inputs only; what is expected stays with the parent."""
 
+import ctypes
 import inspect
 import os
+import signal
 import sys
 import traceback
 from importlib import metadata
@@ -18,6 +20,7 @@ from muonsplit.subjects.protocol import Hyper
 from muonsplit.subjects.wire import Header, Tensors, labelled, part, read, write
 
 _FRAMES = 3
+_PR_SET_PDEATHSIG = 1
 
 
 def described(connection: Connection) -> dict[str, Any]:
@@ -38,22 +41,35 @@ def described(connection: Connection) -> dict[str, Any]:
     }
 
 
+class _Held:
+    """What is kept between requests: the last model, and each subject as it was first found."""
+
+    def __init__(self) -> None:
+        self.models = Models()
+        self._connections: dict[str, Connection] = {}
+
+    def connection(self, spec: str) -> Connection:
+        if spec not in self._connections:
+            self._connections[spec] = connect(spec)
+        return self._connections[spec]
+
+
 def serve(source: BinaryIO, sink: BinaryIO) -> None:
     """Answers requests until the pipe closes."""
-    models = Models()
+    held = _Held()
     while True:
         try:
             header, tensors = read(source, None)
         except EOFError:
             return
-        write(sink, *_guarded(header, tensors, models))
+        write(sink, *_guarded(header, tensors, held))
 
 
 def _guarded(
-    header: Header, tensors: Tensors, models: Models
+    header: Header, tensors: Tensors, held: _Held
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
-        return _answer(header, tensors, models)
+        return _answer(header, tensors, held)
     except SubjectError as error:
         return {"error": "subject", "message": error.message, "hint": error.hint}, {}
     except Exception as error:
@@ -63,27 +79,34 @@ def _guarded(
 
 
 def _answer(
-    header: Header, tensors: Tensors, models: Models
+    header: Header, tensors: Tensors, held: _Held
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if header["do"] == "prepare":
-        models.fresh(header["config"])
+        held.models.fresh(header["config"])
         return {}, {}
-    connection = connect(header["subject"])
+    connection = held.connection(header["subject"])
     if header["do"] == "describe":
         return described(connection), {}
     layouts = {n: None if x is None else Layout.parse(x) for n, x in header["layouts"].items()}
     gradients = [part(tensors, str(step)) for step in range(header["steps"])]
     hyper = Hyper(**header["hyper"])
     task = Task(header["config"], part(tensors, "p"), gradients, layouts, hyper)
-    outcome = drive(connection, task, models)
+    outcome = drive(connection, task, held.models)
     found: dict[str, Tensor] = {}
     for step, after in enumerate(outcome.after):
         found |= labelled(after, str(step))
     return {"settings": outcome.settings}, found
 
 
+def _end_with_parent() -> None:
+    """Asks Linux to end this process when its parent dies, however it dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> None:
     """Runs the worker: frames on the standard streams, the subject's own output to stderr."""
+    _end_with_parent()
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     torch.set_num_threads(1)
