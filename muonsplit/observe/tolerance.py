@@ -66,8 +66,8 @@ def rounding_bound(block: Tensor, arithmetic: Arithmetic) -> float:
 def size_bound(block: Tensor, arithmetic: Arithmetic) -> float:
     """The error that rounding may cause in the size of one block's update, ⟨U, O⟩ / ⟨O, O⟩.
 
-    A size is one projection of all the noise, whose deviation no direction exceeds that of the
-    noisiest entry; it is far sharper than :func:`rounding_bound`.
+    A size is one projection of all the noise, on the update itself, which has only its singular
+    values in that basis; it is far sharper than :func:`rounding_bound`.
 
     Args:
         block: As for :func:`rounding_bound`.
@@ -75,7 +75,9 @@ def size_bound(block: Tensor, arithmetic: Arithmetic) -> float:
     """
     noise = _propagate(block, arithmetic)
     projected = noise.common.dot(noise.result).abs() / noise.result.norm().clamp(min=1e-300)
-    return noise.relative((_DEPENDENT * 2 * _TAIL * noise.largest).sqrt(), projected)
+    weights = noise.result.square() / noise.result.square().sum().clamp(min=1e-300)
+    variance = noise.inside.diagonal().dot(weights)
+    return noise.relative((_DEPENDENT * 2 * _TAIL * variance).sqrt(), projected)
 
 
 class _Noise(NamedTuple):
