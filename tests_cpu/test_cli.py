@@ -102,7 +102,7 @@ def test_bad_input_ends_in_one_line_and_a_code(run, arguments, code, said) -> No
 def test_certify_writes_a_certificate_and_says_how_to_go_on(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     said = run("certify", "torch", "--model", "llama", "--in-process", "--report", str(tmp_path))
     assert said.code == 1
-    assert "whole matrix observed where 8 heads of 8 rows are planned" in said.out
+    assert "whole matrix observed where 8 heads planned, of 8 rows each" in said.out
     assert "--dialect torch-2.13 holds it to that" in said.out
     assert (
         json.loads((tmp_path / "certificate.json").read_text())["predicate"]["result"] == "FAILED"

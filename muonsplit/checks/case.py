@@ -67,6 +67,7 @@ class Case:
     seed: int
     knows_hyper: bool
     diverged: dict[str, str] = field(default_factory=dict)
+    _bounds: dict[str, float] = field(default_factory=dict)
 
     @property
     def weights(self) -> list[Decision]:
@@ -222,12 +223,22 @@ class Case:
         return advance_momentum(gradient, torch.zeros_like(gradient), self.dialect.arithmetic, beta)
 
     def bound(self, decision: Decision, direction: Tensor | None = None) -> float:
-        """The largest relative error that rounding may cause in one block of a weight."""
+        """The largest relative error that rounding may cause in one block of a weight.
+
+        Args:
+            decision: The weight.
+            direction: What is orthogonalised; by default that of :attr:`gradients`.
+        """
+        if direction is None and decision.name in self._bounds:
+            return self._bounds[decision.name]
         whole = self.direction(decision.name) if direction is None else direction
-        return max(
+        bound = max(
             rounding_bound(matrix, self.dialect.arithmetic)
             for matrix in matrices(whole, decision.layout)
         )
+        if direction is None:
+            self._bounds[decision.name] = bound
+        return bound
 
 
 def separating(count: int) -> list[list[int]]:

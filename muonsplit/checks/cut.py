@@ -24,7 +24,7 @@ def split(case: Case) -> Findings:
         raise SkipError("the plan splits no weight of this model")
     for d in planned:
         if _observed_whole(case, d):
-            said = f"whole matrix observed where {d.heads} heads of {d.width} rows are planned"
+            said = f"whole matrix observed where {d.heads} heads planned, of {d.width} rows each"
             yield Finding(d.name, said, str(d.layout), "whole", _explained(case, d))
 
 
@@ -95,6 +95,8 @@ def heads(case: Case) -> Findings:
     cut = {d: case.blocks(d) for d in case.weights if len(case.blocks(d)) > 1}
     if not cut:
         raise SkipError("no weight of this model has more than one block")
+    if case.coupled:
+        raise SkipError("all weights are coupled, heads with them: see independence.weights")
     base, reported = case.base.after[0], set[str]()
     for half in separating(max(len(blocks) for blocks in cut.values())):
         louder = {d: sorted(_lines(blocks, half)) for d, blocks in cut.items()}
