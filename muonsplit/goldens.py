@@ -21,7 +21,7 @@ from muonsplit.errors import GoldenError, UsageError
 from muonsplit.files import write_whole
 from muonsplit.geometry import plan
 from muonsplit.models.load import build, golden_models, golden_root, resolve
-from muonsplit.newton_schulz import newton_schulz, scale_factor, singular_value_oracle
+from muonsplit.newton_schulz import scale_factor, singular_value_oracle
 from muonsplit.observe.gradients import generator
 
 # (blocks, rows, columns): wide, tall with a ratio that is no integer, square.
@@ -170,16 +170,3 @@ def _differences(old: bytes, new: bytes) -> list[str]:
         if not off <= _NUMERIC:
             found.append(f"{key}: relative difference {off:.3g}, {_NUMERIC:g} allowed")
     return found
-
-
-def iteration_error(name: str) -> float:
-    """How far the float64 iteration is from a dialect's numeric golden, relative."""
-    stored = load((golden_root() / "numeric" / f"{name}.safetensors").read_bytes())
-    arithmetic = DIALECTS[name].arithmetic
-    worst = 0.0
-    for label, shape in _SHAPES.items():
-        wanted = stored[f"{label}.expected"]
-        made = newton_schulz(stored[f"{label}.input"], arithmetic.exact())
-        made = made * scale_factor(arithmetic.scale, *shape[1:])
-        worst = max(worst, float((made - wanted).norm() / wanted.norm()))
-    return worst
