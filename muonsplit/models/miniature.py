@@ -131,13 +131,8 @@ def _enough(config: Config, small: dict[str, int], least: int) -> bool:
     widths = [v for name, v in _widths(small) if not _derived(name, small)]
     sizes = [v for _, v in _of_kind(small, "size")]
     hidden = [v for name, v in small.items() if name.endswith(("hidden_size", "n_embd"))]
-    rotary = [
-        v * config[k]
-        for k in ("rotary_pct", "partial_rotary_factor")
-        if k in config
-        for v in widths
-        if config[k]
-    ]
+    shares = (config.get(name) for name in ("rotary_pct", "partial_rotary_factor"))
+    rotary = [v * share for share in shares if isinstance(share, int | float) for v in widths]
     return (
         max(counts, default=4) >= 4
         and all(v >= least and v % 2 == 0 for v in widths)
