@@ -158,6 +158,7 @@ def subtle(name: str, *, dialect: str | None = None) -> Certificate:
         ("decay_once", "state.decay"),
         ("pairs_share_a_norm", "independence.heads"),
         ("value_by_query", "independence.weights"),
+        ("one_head_turned_another_large", "arithmetic.direction"),
     ],
 )
 def test_subtle_fault_is_caught(name: str, check: str) -> None:

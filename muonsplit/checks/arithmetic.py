@@ -36,18 +36,18 @@ def direction(case: Case) -> Findings:
     rounding could look the same.
     """
     judged = list(_judged(case))
-    blind = [b for b in judged if b.limit > BLIND]
+    blind = [b for blocks in judged for b in blocks if b.limit > BLIND]
     if blind:
         worst = max(blind, key=lambda b: b.limit)
         raise UndecidedError(
             f"rounding alone may turn {worst.named} of {worst.weight.name} by {worst.limit:.2g}"
         )
-    for b in judged:
+    for blocks in judged:
+        b = max(blocks, key=lambda b: b.found.residual / b.limit)
         if not b.found.residual <= b.limit:
-            said = (
-                f"{b.named} points elsewhere: off by {b.found.residual:.3g}, {b.limit:.3g} allowed"
-            )
-            numbers = {"off": b.found.residual, "allowed": b.limit}
+            off, allowed = b.found.residual, b.limit
+            said = f"{b.named} points elsewhere: off by {off:.3g}, {allowed:.3g} allowed"
+            numbers = {"off": off, "allowed": allowed}
             yield Finding(b.weight.name, said, case.dialect.name, str(b.found), numbers)
 
 
@@ -58,7 +58,8 @@ def scale(case: Case) -> Findings:
     Seen in public: the factor of the whole matrix used on blocks (dion before #90, VeOmni, Primus),
     which is √H too large on tall weights and has a perfect cosine; transposed shapes.
     """
-    for b in _judged(case):
+    for blocks in _judged(case):
+        b = max(blocks, key=lambda b: abs(b.found.size - 1) / b.size_limit)
         if not case.stated(b.weight.name, case.base.settings[0]).known:
             raise UndecidedError(
                 f"the learning rate of {b.weight.name} is neither given nor stated"
@@ -71,15 +72,15 @@ def scale(case: Case) -> Findings:
             )
 
 
-def _judged(case: Case) -> Iterator[_Judged]:
-    """The block of each weight that is furthest from the exact one, for what it may be."""
+def _judged(case: Case) -> Iterator[list[_Judged]]:
+    """The blocks of each weight, compared one by one."""
     drawn, after = case.first_step
     for d in case.weights:
         given = case.direction(d.name, drawn)
         wanted = orthogonalize(given, d.layout, case.dialect.arithmetic.exact())
         seen = case.update(d.name, after)
         triples = zip(*(matrices(x, d.layout) for x in (given, seen, wanted)), strict=True)
-        compared = [
+        yield [
             _Judged(
                 d,
                 i,
@@ -90,9 +91,3 @@ def _judged(case: Case) -> Iterator[_Judged]:
             )
             for i, (raw, block, exact) in enumerate(triples)
         ]
-        yield max(compared, key=_excess)
-
-
-def _excess(block: _Judged) -> float:
-    """How far a block is beyond what it may be, in direction or size; at most 1 if it is right."""
-    return max(block.found.residual / block.limit, abs(block.found.size - 1) / block.size_limit)

@@ -41,9 +41,10 @@ def broken(
     hyper: Hyper,
     how: Break = orthogonalize,
     dialect: Dialect | None = None,
+    kind: type[Broken] = Broken,
 ) -> Broken:
-    """The reference with other layouts, another arithmetic or a broken orthogonalisation."""
-    return Broken(
+    """The reference with other layouts, arithmetic, orthogonalisation or step."""
+    return kind(
         model.named_parameters(),
         layouts,
         dialect=dialect or dialect_named(DEFAULT_DIALECT),

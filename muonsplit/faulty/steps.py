@@ -47,13 +47,7 @@ class _Decaying(Broken):
 @fault(check="state.decay", model="llama", kind="any Muon")
 def decay_twice(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
     """The engine decays the parameters, and so does the optimizer."""
-    return _Decaying(
-        model.named_parameters(),
-        layouts,
-        lr=hyper.lr,
-        momentum=hyper.momentum,
-        weight_decay=hyper.weight_decay,
-    )
+    return broken(model, layouts, hyper, kind=_Decaying)
 
 
 class _Clipped(Broken):
@@ -74,7 +68,7 @@ class _Clipped(Broken):
 )
 def update_clipped(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
     """The update is clipped by its global norm as if it were a gradient."""
-    return _Clipped(model.named_parameters(), layouts, lr=hyper.lr, momentum=hyper.momentum)
+    return broken(model, layouts, hyper, kind=_Clipped)
 
 
 @fault(

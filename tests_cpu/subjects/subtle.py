@@ -154,3 +154,18 @@ def rate_in_a_tensor(model: nn.Module, layouts: Layouts) -> muonsplit.PerHeadMuo
 @muonsplit.subject(dialect="jordan", recognises=True)
 def contradicts_itself(model: nn.Module, layouts: Layouts) -> muonsplit.PerHeadMuon:
     return reference(model, layouts)
+
+
+@told
+def one_head_turned_another_large(
+    model: nn.Module, layouts: Layouts, hyper: muonsplit.Hyper
+) -> Broken:
+    def how(update: Tensor, layout: Any, arithmetic: Any) -> Tensor:
+        result = orthogonalize(update, layout, arithmetic)
+        if layout is not None:
+            width = layout.segments[0].width
+            result[:width] *= 4
+            result[-width:] += 1e-3 * result[-width:].flip(1)
+        return result
+
+    return Broken(model.named_parameters(), layouts, lr=hyper.lr, broken=how)
