@@ -8,14 +8,14 @@ dialect. Every field of a registered dialect says where it was read.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
 from muonsplit.errors import UsageError
 
 _PER_HEAD = "+per-head"
-_OPTION = re.compile(r"heads_per_block=([1-9][0-9]{0,4})")
+_HEADS = re.compile(r"[1-9][0-9]{0,4}")
 
 DTypeName = Literal["float64", "float32", "bfloat16", "float16"]
 
@@ -28,13 +28,22 @@ class SplitRule:
         heads_per_block: Heads orthogonalised together; None keeps every weight whole.
         mla_key_value: Whether a head's K and V rows of an MLA up-projection are one block.
         fused_qkv: What a fused QKV weight is cut into.
+        gated_query: Whether a head's queries and output gate in one projection are one block.
         cut_heads: What happens to a shard that cuts a head.
     """
 
     heads_per_block: int | None = 1
     mla_key_value: Literal["joint", "apart"] = "joint"
     fused_qkv: Literal["whole", "projections", "heads"] = "whole"
+    gated_query: Literal["joint", "apart"] = "joint"
     cut_heads: Literal["drop", "raise", "gather"] = "drop"
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    name: get_args(hint)
+    for name, hint in get_type_hints(SplitRule).items()
+    if get_origin(hint) is Literal
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +147,7 @@ _NORM_FIELDS = "normalize__norm_factor__epsilon"
 _SET_FIELDS = "coefficients__steps"
 _SCALE_FIELDS = "scale__scale_on"
 _MOMENTUM_FIELDS = "momentum__nesterov__beta"
-_SPLIT_FIELDS = "heads_per_block__mla_key_value__fused_qkv__cut_heads"
+_SPLIT_FIELDS = "heads_per_block__mla_key_value__fused_qkv__gated_query__cut_heads"
 _ALL_ARITHMETIC = "__".join(
     [_MOMENTUM_FIELDS, _SET_FIELDS, _FORM_FIELDS, _DTYPE_FIELDS, _NORM_FIELDS, _SCALE_FIELDS]
 )
@@ -150,6 +159,7 @@ _DS_SPLIT = _cite(
     heads_per_block="deepspeed 0.19.8, `_per_head_orthogonalize`: one head a block",
     mla_key_value="deepspeed pull request #8384: kv_b_proj in blocks of qk_nope + v rows",
     fused_qkv="deepspeed pull request #8580: fused QKV is left whole in 0.19.8",
+    gated_query="deepspeed 0.19.8 can tag equal blocks only: a head's queries and its gate",
     cut_heads="deepspeed 0.19.8, `resolve_per_head_muon_after_sharding`: drop and warn",
 )
 _DION_SOURCE = "dion commit 0a059a4, dion/muon.py and dion/polar_express.py"
@@ -231,7 +241,7 @@ _REGISTERED = (
         _DION,
         _cite(
             heads_per_block__cut_heads="dion commit 0a059a4, `num_heads` must divide the shards",
-            mla_key_value__fused_qkv="dion has no recogniser; the caller gives the sizes",
+            mla_key_value__fused_qkv__gated_query="dion has no recogniser: its caller gives sizes",
             **{_ALL_ARITHMETIC: _DION_SOURCE},
         ),
     ),
@@ -242,7 +252,7 @@ _REGISTERED = (
         _cite(
             heads_per_block="prime-rl pull request #4114: optim.heads_per_block, any divisor",
             mla_key_value="prime-rl pull request #4119: kv_b_proj in blocks of nope + v rows",
-            fused_qkv="prime-rl pull request #4119: the module names its partitions",
+            fused_qkv__gated_query="prime-rl pull request #4119: the module names its partitions",
             cut_heads="prime-rl runs dion's whole-weight path, which gathers",
             scale__scale_on="prime-rl pull request #4119: adjust_lr='rms_norm'",
             **{_ALL_ARITHMETIC.removesuffix(f"__{_SCALE_FIELDS}"): _DION_SOURCE},
@@ -255,7 +265,7 @@ _REGISTERED = (
         _cite(
             heads_per_block=_GLM,
             mla_key_value=f"{_GLM} names W_UK and W_UV as separate matrices",
-            fused_qkv__cut_heads="not stated in the report",
+            fused_qkv__gated_query__cut_heads="not stated in the report",
             **{_ALL_ARITHMETIC: _NOT_STATED},
         ),
     ),
@@ -266,7 +276,7 @@ _REGISTERED = (
         _cite(
             heads_per_block=f"{_K3}: the momentum is partitioned along the head dimension",
             mla_key_value="not stated in the report; DeepSpeed pull request #8436 takes both",
-            fused_qkv="not stated; Kimi K3 has no fused QKV",
+            fused_qkv__gated_query="not stated; Kimi K3 has neither",
             cut_heads=f"{_K3}, 5.2.2: shards are fetched by their owners",
             **{_ALL_ARITHMETIC: f"{_K3}: as in Kimi K2, which follows arXiv:2502.16982"},
         ),
@@ -281,11 +291,11 @@ DEFAULT_DIALECT = "deepspeed-0.19.8"
 def dialect_named(name: str) -> Dialect:
     """Looks a dialect up.
 
-    ``NAME:heads_per_block=N`` sets the size of a block, and ``NAME+per-head`` asks a whole-matrix
-    dialect's arithmetic per head.
+    ``NAME:heads_per_block=2,fused_qkv=heads`` sets fields of its split rule, and ``NAME+per-head``
+    asks a whole-matrix dialect's arithmetic per head.
 
     Raises:
-        UsageError: If there is no such dialect or the option is not a positive integer.
+        UsageError: If there is no such dialect, no such option, or it has no such value.
     """
     if name.endswith(_PER_HEAD):
         return dialect_named(name.removesuffix(_PER_HEAD)).asked_per_head()
@@ -295,11 +305,20 @@ def dialect_named(name: str) -> Dialect:
     dialect = DIALECTS[base]
     if not colon:
         return dialect
-    found = _OPTION.fullmatch(option)
-    if found is None:
-        raise UsageError(
-            f"{option!r} is no option of a dialect.", "Use heads_per_block=N, N from 1 to 99999."
-        )
-    split = replace(dialect.split, heads_per_block=int(found[1]))
-    sources = {**dialect.sources, "heads_per_block": f"asked for as {option}"}
-    return Dialect(name, split, dialect.arithmetic, sources)
+    asked = dict(_option(item) for item in option.split(","))
+    sources = {**dialect.sources, **dict.fromkeys(asked, f"asked for as {option}")}
+    return Dialect(name, replace(dialect.split, **asked), dialect.arithmetic, sources)
+
+
+def _option(item: str) -> tuple[str, Any]:
+    """A field of the split rule and the value asked for."""
+    field, _, value = item.partition("=")
+    if field == "heads_per_block" and _HEADS.fullmatch(value):
+        return field, int(value)
+    if value in _CHOICES.get(field, ()):
+        return field, value
+    choices = "; ".join(f"{name}={'|'.join(values)}" for name, values in _CHOICES.items())
+    raise UsageError(
+        f"{item!r} is no option of a dialect.",
+        f"Use heads_per_block=N, N from 1 to 99999; {choices}; several with commas between.",
+    )

@@ -1,6 +1,7 @@
 """Goldens: what was once reviewed, and the step that reviews a change.
 
-``plan.json`` of every golden model is what the rules say of it at full size. ``numeric/*`` holds
+``plan.json`` of every golden model is what the rules say of it at full size; ``truth/*`` is what
+every model of ``cases.json`` says of its own attention, beside the plan. ``numeric/*`` holds
 inputs of small integers, exact in every dtype, and outputs of the float64 singular-value oracle.
 A value that differs is written beside the old one as ``*.new`` and refused until it is accepted.
 """
@@ -11,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load, save
@@ -23,6 +25,7 @@ from muonsplit.geometry import plan
 from muonsplit.models.load import build, golden_models, golden_root, resolve
 from muonsplit.newton_schulz import scale_factor, singular_value_oracle
 from muonsplit.observe.gradients import generator
+from muonsplit.recognition.rows import weight_rows
 
 # (blocks, rows, columns): wide, tall with a ratio that is no integer, square.
 _SHAPES = {"wide": (3, 12, 32), "tall": (3, 28, 8), "square": (2, 16, 16)}
@@ -54,7 +57,7 @@ class Golden:
 
 def goldens() -> dict[str, Golden]:
     """Every golden by name."""
-    return {golden.name: golden for golden in (*_plans(), *_numerics())}
+    return {golden.name: golden for golden in (*_plans(), *_truths(), *_numerics())}
 
 
 def check(names: Sequence[str] = ()) -> list[str]:
@@ -132,6 +135,25 @@ def _plan(model: str) -> bytes:
         rows = ",\n".join(json.dumps(d, ensure_ascii=False) for d in decisions)
         parts.append(f'"{key}": [\n{rows}\n]')
     return ("{\n" + ",\n".join(parts) + "\n}\n").encode()
+
+
+def cases() -> list[dict[str, Any]]:
+    """The hard cases of recognition, their answers found elsewhere: see their ``source``."""
+    return json.loads((golden_root() / "cases.json").read_text())
+
+
+def _truths() -> Iterator[Golden]:
+    for model in dict.fromkeys(case["model"] for case in cases()):
+        name = model.removeprefix("transformers:")
+        path = golden_root() / "truth" / f"{name}.json"
+        yield Golden(f"truth/{name}", path, lambda model=model: _truth(model), _text_differences)
+
+
+def _truth(model: str) -> bytes:
+    """What a model computes beside what the rules say, a line a weight."""
+    rows = weight_rows(build(resolve(model).config))
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    return f'{{"model": {json.dumps(model)}, "weights": [\n{lines}\n]}}\n'.encode()
 
 
 def _text_differences(old: bytes, new: bytes) -> list[str]:

@@ -114,7 +114,9 @@ class Layout:
     @property
     def is_whole(self) -> bool:
         """Whether the weight is one block."""
-        return len(self.blocks()) == 1
+        if self.joined:
+            return len({segment.role for segment in self.segments}) == 1
+        return self.groups * sum(segment.heads for segment in self.segments) == 1
 
     @property
     def _group_rows(self) -> int:
@@ -233,7 +235,7 @@ class Layout:
         if self.joined:
             pieces = [p for p in self._pieces() if start <= p[1] and p[2] <= stop]
             kept = [Segment(role, 1, b - a) for role, a, b in pieces]
-        segments, groups = _compress(kept)
+        segments, groups = compress(kept)
         return Layout(segments, groups, self.axis, self.joined)
 
     def per_block(self, heads: int) -> "Layout":
@@ -333,7 +335,7 @@ def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
     return runs
 
 
-def _compress(pieces: Sequence[Segment]) -> tuple[tuple[Segment, ...], int]:
+def compress(pieces: Sequence[Segment]) -> tuple[tuple[Segment, ...], int]:
     """The shortest segments and their repetition that spell the same single-head pieces."""
     segments: list[Segment] = []
     for piece in pieces:

@@ -16,12 +16,18 @@ from muonsplit.geometry import Plan, plan
 from muonsplit.geometry.candidates import HeadGeometry, candidates
 from muonsplit.geometry.confirm import confirm
 from muonsplit.geometry.leaf import SPLITTABLE
+from muonsplit.layout import Layout
 
 # Every cut of 24 rows into heads of several rows, and some that are none.
 CONFIRMING = [(2, 12), (3, 8), (4, 6), (6, 4), (8, 3), (12, 2)]
 FAILING = [(2, 11), (5, 5), (24, 2), (1, 23), (7, 3)]
-GEOMETRIES = [HeadGeometry(h, w, f"route {i}") for h, w in CONFIRMING + FAILING for i in range(2)]
+GEOMETRIES = [
+    HeadGeometry(h, w, f"route {i}", Layout.heads("q", h, w))
+    for h, w in CONFIRMING + FAILING
+    for i in range(2)
+]
 
+LEAVES = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "qkv_proj")
 NEVER = ("o_proj", "out_proj", "wo", "dense", "c_proj", "g_proj", "gate_proj", "g_b_proj")
 DOWN = ("kv_a_proj_with_mqa", "kv_a_proj", "q_a_proj", "wkv_a")
 COUNTS = ("num_heads", "num_attention_heads", "n_heads", "num_q_heads", "num_k_heads")
@@ -58,6 +64,7 @@ class Config:
 
     def __init__(self, **fields: Any) -> None:
         self.fields = fields
+        self.attribute_map = dict.fromkeys(fields, "")  # how a config of transformers names fields
 
     def __getattr__(self, name: str) -> Any:
         value = self.__dict__["fields"].get(name, AttributeError(name))
@@ -97,7 +104,7 @@ def stub_plan(leaf: str, shape: tuple[int, ...], attributes: Any, config: Any) -
 def test_agreement_is_no_ambiguity_and_disagreement_is(
     data: st.DataObject, drawn: list[HeadGeometry]
 ) -> None:
-    answer = confirm((24, 5), drawn)
+    answer = confirm(24, drawn)
     distinct = {(g.heads, g.width) for g in drawn if (g.heads, g.width) in CONFIRMING}
     if len(distinct) == 1:
         assert answer.geometry is not None
@@ -106,7 +113,7 @@ def test_agreement_is_no_ambiguity_and_disagreement_is(
         assert answer.geometry is None
         assert ("ambiguous" in answer.reason) == (len(distinct) > 1)
         assert all(f"{h} × {w} = 24" in answer.reason for h, w in distinct)
-    assert confirm((24, 5), data.draw(st.permutations(drawn))) == answer
+    assert confirm(24, data.draw(st.permutations(drawn))) == answer
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 12), st.booleans(), st.data())
@@ -154,14 +161,21 @@ def test_no_hostile_config_splits_them_either(
 
 
 @given(
-    st.sampled_from(["q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "qkv_proj"]),
+    st.sampled_from(LEAVES),
     ATTRIBUTES,
     CONFIGS,
     st.one_of(
         st.tuples(st.integers(2, 64), st.integers(2, 8)),
         st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple),
     ),
-    st.sampled_from(["deepspeed-0.19.8", "glm-5", "prime-rl:heads_per_block=2"]),
+    st.sampled_from(
+        [
+            "deepspeed-0.19.8",
+            "glm-5:gated_query=apart",
+            "prime-rl:fused_qkv=heads,heads_per_block=2",
+            "prime-rl:fused_qkv=projections",
+        ]
+    ),
 )
 def test_hostile_input_never_crashes_and_never_splits_unconfirmed(
     leaf: str, attributes: dict[str, Any], config: Any, shape: tuple[int, ...], dialect: str
@@ -179,12 +193,21 @@ def test_hostile_input_never_crashes_and_never_splits_unconfirmed(
         assert d.width > 1
         stated = plain_integers(attributes) | plain_integers(getattr(config, "fields", {}))
         counts = stated | quotients(stated)
-        assert d.heads in counts or d.heads in {q + 2 * kv for q in counts for kv in counts}
-        assert d.width in counts | {a + b for a in stated for b in stated}
+        fused = {a + 2 * b for a in counts | {0} for b in counts}
+        assert d.heads in counts | (fused if leaf == "qkv_proj" else set())
+        parts = counts | {0}
+        widths = {a + b + c for a in parts for b in parts for c in parts}
+        assert d.width in widths | (grouped(stated) if leaf == "qkv_proj" else set())
 
 
 def plain_integers(fields: dict[str, Any]) -> set[int]:
     return {value for value in fields.values() if type(value) is int and value > 0}
+
+
+def grouped(stated: set[int]) -> set[int]:
+    """Rows of a key head's queries, keys, values and gates in a GatedDeltaNet."""
+    ratios = quotients(stated)
+    return {2 * (key + ratio * value) for key in stated for value in stated for ratio in ratios}
 
 
 def quotients(values: set[int]) -> set[int]:

@@ -5,6 +5,7 @@ The floor of an update is its floating-point operations over this machine's sgem
 d × n, Gram with one restart 8·d²·n + 28·d³.
 """
 
+import functools
 import os
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from dataclasses import replace
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from muonsplit.dialect import dialect_named
 from muonsplit.geometry import plan
@@ -47,6 +51,27 @@ def test_orthogonalize(benchmark: BenchmarkFixture, shape: tuple[int, int, int],
 def test_plan_of_glm(benchmark: BenchmarkFixture) -> None:
     model = build(resolve("glm-5.2").config)
     benchmark.pedantic(plan, (model,), rounds=5, warmup_rounds=1)
+
+
+@functools.cache
+def many_layers(parameters: int) -> nn.Module:
+    """Small Llama layers of nine parameters each, on ``meta``."""
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_attention_heads=4, num_key_value_heads=2
+    )
+    with torch.device("meta"):
+        layers = [LlamaDecoderLayer(config, i) for i in range(-(-parameters // 9))]
+    return nn.ModuleList(layers)
+
+
+@pytest.mark.parametrize("parameters", [50_000, 100_000])
+def test_plan_of_many_parameters(benchmark: BenchmarkFixture, parameters: int) -> None:
+    # Linear, if the second takes twice as long as the first.
+    model = many_layers(parameters)
+    benchmark.extra_info["parameters"] = parameters
+    decided = benchmark.pedantic(plan, (model,), rounds=3, warmup_rounds=1)
+    assert len(decided.decisions) + len(decided.others) == sum(1 for _ in model.parameters())
+    assert len(decided.split) == 3 * len(model)
 
 
 @pytest.mark.parametrize("model", ["kimi-k3", "llama"])

@@ -391,6 +391,27 @@ def test_dialects_by_name(
     assert dialect.arithmetic == DIALECTS[name.partition(":")[0]].arithmetic
 
 
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ("fused_qkv=heads", SplitRule(fused_qkv="heads")),
+        ("fused_qkv=projections", SplitRule(fused_qkv="projections")),
+        ("mla_key_value=apart", SplitRule(mla_key_value="apart")),
+        ("gated_query=apart", SplitRule(gated_query="apart")),
+        ("cut_heads=gather", SplitRule(cut_heads="gather")),
+        ("fused_qkv=heads,heads_per_block=2", SplitRule(fused_qkv="heads", heads_per_block=2)),
+        ("heads_per_block=2,fused_qkv=heads", SplitRule(fused_qkv="heads", heads_per_block=2)),
+    ],
+)
+def test_options_set_fields_of_the_split_rule(options: str, rule: SplitRule) -> None:
+    dialect = dialect_named(f"deepspeed-0.19.8:{options}")
+    assert dialect.split == rule
+    before = DIALECTS["deepspeed-0.19.8"].sources
+    named = {item.partition("=")[0] for item in options.split(",")}
+    assert {f for f in before if dialect.sources[f] != before[f]} == named
+    assert dialect.sources.keys() == before.keys()
+
+
 def test_the_option_leaves_the_registry_alone() -> None:
     dialect_named("deepspeed-0.19.8:heads_per_block=4")
     assert DIALECTS["deepspeed-0.19.8"].split == SplitRule()
@@ -421,6 +442,16 @@ def test_the_option_leaves_the_registry_alone() -> None:
         "dion:heads_per_block=100000",
         pytest.param("dion:heads_per_block=" + "9" * 5000, id="5000-digits"),
         ":heads_per_block=2",
+        "dion:fused_qkv",
+        "dion:fused_qkv=",
+        "dion:fused_qkv=all",
+        "dion:fused_qkv=HEADS",
+        "dion:gated_query=whole",
+        "dion:mla_key_value=apart,",
+        "dion:,mla_key_value=apart",
+        "dion:mla_key_value=apart, cut_heads=drop",
+        "dion:scale=none",
+        "dion:cut_heads=apart",
     ],
 )
 def test_dialect_names_that_are_none(name: str) -> None:

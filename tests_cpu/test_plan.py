@@ -26,6 +26,8 @@ ATTENTION = {
     "GPTNeoXAttention",
     "GlmMoeDsaAttention",
     "KimiDeltaAttention",
+    "KimiLinearAttention",
+    "KimiLinearDeltaAttention",
     "KimiMLAAttention",
     "LlamaAttention",
 }

@@ -12,40 +12,40 @@ class Answer(NamedTuple):
     Attributes:
         geometry: The confirmed geometry, or None where the weight stays whole.
         reason: Which candidate confirmed, or which failed and by how much.
+        open: Whether the rules leave it open: no candidate fits, or several that disagree.
+        one_order: Whether every confirmed candidate has the same order of roles.
     """
 
     geometry: HeadGeometry | None
     reason: str
+    open: bool = False
+    one_order: bool = True
 
 
-def confirm(shape: Sequence[int], candidates: Sequence[HeadGeometry]) -> Answer:
+def confirm(rows: int, candidates: Sequence[HeadGeometry]) -> Answer:
     """Confirms candidates by shape; their order never matters.
 
-    Candidates that agree in heads and width are one answer, by however many routes they come.
+    Candidates that cut at the same rows are one answer, by however many routes they come.
     Confirmed candidates that disagree are ambiguous, and the weight is declined.
 
     Args:
-        shape: The weight's logical shape.
+        rows: The weight's logical size on the axis of its heads.
         candidates: What is plausible.
     """
-    if len(shape) != 2:
-        return Answer(None, f"declined: {len(shape)}-D, heads are rows of a matrix")
-    rows = shape[0]
-    confirmed: dict[tuple[int, int], HeadGeometry] = {}
-    for found in sorted(candidates, key=_owner_first):
-        if found.heads * found.width == rows:
-            confirmed.setdefault((found.heads, found.width), found)
+    fitting = [c for c in sorted(candidates, key=_owner_first) if c.heads * c.width == rows]
+    confirmed = {(c.heads, c.width): c for c in reversed(fitting)}
     if not confirmed:
-        return Answer(None, _nothing(rows, candidates))
+        return Answer(None, _nothing(rows, candidates), open=True)
     if len(confirmed) > 1:
-        both = ", ".join(map(str, confirmed.values()))
-        return Answer(None, f"declined: ambiguous, the shape confirms each of {both}")
+        both = ", ".join(map(str, sorted(confirmed.values(), key=_owner_first)))
+        return Answer(None, f"declined: ambiguous, the shape confirms each of {both}", open=True)
     geometry = next(iter(confirmed.values()))
     if geometry.heads == 1:
         return Answer(None, f"whole: one head of {geometry.width} rows ({geometry.source})")
     if geometry.width == 1:
         return Answer(None, f"declined: {geometry.heads} heads of a single row each")
-    return Answer(geometry, f"confirmed: {geometry}")
+    orders = {c.layout for c in fitting}
+    return Answer(geometry, f"confirmed: {geometry}", one_order=len(orders) == 1)
 
 
 def _owner_first(found: HeadGeometry) -> tuple[int, str, int, int]:

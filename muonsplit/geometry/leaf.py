@@ -13,6 +13,7 @@ Kind = Literal[
     "mla_down",
     "output",
     "gate",
+    "indexer",
     "other",
     "embedding",
     "head",
@@ -27,19 +28,31 @@ _WRAPPER_LEAVES = frozenset({"linear", "base_layer"})
 
 # Exact names only: `wq_b` is not `wq`, `dense_h_to_4h` is not `dense`.
 _LEAVES: dict[Kind, frozenset[str]] = {
-    "query": frozenset({"q_proj", "query", "query_proj", "wq", "Wq", "project_q"}),
-    "key": frozenset({"k_proj", "key", "key_proj", "wk", "Wk", "project_k"}),
-    "value": frozenset({"v_proj", "value", "value_proj", "wv", "Wv", "project_v"}),
+    "query": frozenset(
+        {"q_proj", "query", "query_proj", "wq", "Wq", "project_q", "q", "q_lin", "q_attn", "to_q"}
+        | {"q_linear", "linear_q", "query_key", "q_gate_proj"}
+    ),
+    "key": frozenset(
+        {"k_proj", "key", "key_proj", "wk", "Wk", "project_k", "k", "k_lin", "to_k"}
+        | {"k_linear", "linear_k"}
+    ),
+    "value": frozenset(
+        {"v_proj", "value", "value_proj", "wv", "Wv", "project_v", "v", "v_lin", "to_v"}
+        | {"v_linear", "linear_v"}
+    ),
     "mla_query_up": frozenset({"q_b_proj", "q_up_proj", "wq_b", "linear_q_up_proj"}),
     "mla_key_value_up": frozenset({"kv_b_proj", "kv_up_proj", "wkv_b", "linear_kv_up_proj"}),
     "fused_qkv": frozenset(
         {"query_key_value", "qkv_proj", "qkv", "c_attn", "Wqkv", "wqkv", "in_proj_weight"}
+        | {"in_proj_qkv", "in_proj_qkvz", "kv_proj", "kv", "to_kv", "to_qkv", "linear_qkv"}
     ),
     "mla_down": frozenset(
         {"q_a_proj", "kv_a_proj", "kv_a_proj_with_mqa", "wq_a", "wkv_a"}
         | {"linear_q_down_proj", "linear_kv_down_proj"}
     ),
-    "output": frozenset({"o_proj", "out_proj", "wo", "dense", "c_proj", "attention_out"}),
+    "output": frozenset(
+        {"o_proj", "out_proj", "wo", "dense", "c_proj", "attention_out", "o", "out_lin", "to_out"}
+    ),
     "gate": frozenset({"g_proj", "g_a_proj", "g_b_proj", "gate_proj", "f_a_proj", "f_b_proj"}),
 }
 

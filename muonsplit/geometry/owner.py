@@ -7,12 +7,27 @@ _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _ATTENTION = frozenset({"attention", "attn", "mla", "mha", "selfattention", "crossattention"})
 _REFUSED = frozenset({"indexer", "scorer", "compressor"})
 
+# Owners with heads whose class does not say attention: how the class name ends, and the golden
+# model whose truth admits it.
+LINEAR_ATTENTION = {
+    "GatedDeltaNet": "qwen3-next",
+    "CCAProjection": "zaya",
+    "xLSTMLayer": "xlstm",
+}
+
 
 class Role(NamedTuple):
-    """Whether an owner may be asked for heads, and why."""
+    """Whether an owner may be asked for heads, and why.
+
+    Attributes:
+        attention: Whether it may.
+        reason: Why, or why not.
+        refused: Whether it stands inside attention, but selects, scores or compresses tokens.
+    """
 
     attention: bool
     reason: str
+    refused: bool = False
 
 
 def role_of(class_name: str, path: str) -> Role:
@@ -29,7 +44,12 @@ def role_of(class_name: str, path: str) -> Role:
     ancestors = {part.lower() for part in path.split(".")}
     for role in sorted(_REFUSED):
         if role in words or role in ancestors:
-            return Role(False, f"{class_name} has the role of {role}, whatever its shape says")
+            return Role(
+                False, f"{class_name} has the role of {role}, whatever its shape says", True
+            )
     if words & _ATTENTION:
         return Role(True, f"{class_name} is an attention module")
+    for ending, golden in LINEAR_ATTENTION.items():
+        if class_name.endswith(ending):
+            return Role(True, f"{class_name} has heads by the truth of {golden}")
     return Role(False, f"{class_name} is not known as an attention module")

@@ -1,19 +1,19 @@
 """The plan: what the rules say about every weight of a model, and why."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from muonsplit.dialect import DEFAULT_DIALECT, Dialect, SplitRule, dialect_named
 from muonsplit.errors import LayoutError, NothingRecognisedError
-from muonsplit.geometry.candidates import HeadGeometry, Reader, candidates
+from muonsplit.geometry.candidates import HeadGeometry, candidates
 from muonsplit.geometry.confirm import confirm
 from muonsplit.geometry.leaf import SPLITTABLE, Kind, holder, kind_of, locate
-from muonsplit.geometry.owner import role_of
-from muonsplit.layout import Layout, Segment
+from muonsplit.geometry.owner import Role, role_of
+from muonsplit.layout import Layout
 
 _MISSED = "declined:"
 _HEAD_LEAVES = frozenset({"lm_head", "embed_out"})
@@ -134,24 +134,56 @@ class Plan:
         )
 
 
-def plan(model: nn.Module, dialect: Dialect | str = DEFAULT_DIALECT) -> Plan:
+def plan(
+    model: nn.Module,
+    dialect: Dialect | str = DEFAULT_DIALECT,
+    arbiter: Callable[[], Mapping[str, Layout | None]] | None = None,
+) -> Plan:
     """Decides for every parameter of a model how it is cut, if at all.
 
     Args:
         model: Any module; on ``meta`` it costs no memory. Tied weights are decided once.
         dialect: A dialect or its name; its split rule is applied.
+        arbiter: Asked once, if the rules leave the heads of an attention projection open: gives
+            the cut by heads of each weight, or None where it knows of none. Without it, or where
+            it does not know, such a weight stays whole. `muonsplit.planned` asks the truth.
 
     Returns:
         The plan. It is not an error if nothing is split: see :meth:`Plan.raise_if_nothing`.
     """
     chosen = dialect_named(dialect) if isinstance(dialect, str) else dialect
     modules = dict(model.named_modules())
-    decided = [_decide(name, p, modules, chosen) for name, p in model.named_parameters()]
+    settle = _Arbiter(arbiter)
+    decided = [_decide(name, p, modules, chosen, settle) for name, p in model.named_parameters()]
     return Plan(
         chosen.name,
         tuple(d for d in decided if d.kind not in _NOT_MUON),
         tuple(d for d in decided if d.kind in _NOT_MUON),
     )
+
+
+class _Arbiter:
+    """Asks an arbiter when it is first needed."""
+
+    def __init__(self, ask: Callable[[], Mapping[str, Layout | None]] | None) -> None:
+        self._ask = ask
+        self._answers: Mapping[str, Layout | None] | None = None
+
+    def geometry(self, name: str, role: str) -> HeadGeometry | None:
+        """Heads of one width, if the arbiter knows of such."""
+        if self._ask is None:
+            return None
+        if self._answers is None:
+            self._answers = self._ask()
+        layout = self._answers.get(name)
+        if layout is None:
+            return None
+        widths = {segment.width for segment in layout.segments}
+        if len(widths) != 1:
+            return None
+        (width,) = widths
+        heads = layout.rows // width
+        return HeadGeometry(heads, width, "arbiter", Layout.heads(role, heads, width, layout.axis))
 
 
 _NOT_MUON: frozenset[Kind] = frozenset({"embedding", "head", "vector", "convolution"})
@@ -163,7 +195,11 @@ def logical_shape(parameter: Any) -> tuple[int, ...]:
 
 
 def _decide(
-    name: str, parameter: Any, modules: Mapping[str, nn.Module], chosen: Dialect
+    name: str,
+    parameter: Any,
+    modules: Mapping[str, nn.Module],
+    chosen: Dialect,
+    arbiter: _Arbiter,
 ) -> Decision:
     place, shape = locate(name), logical_shape(parameter)
     owner = modules.get(place.owner)
@@ -172,7 +208,7 @@ def _decide(
     def decision(
         kind: Kind, reason: str, layout: Layout | None = None, found: HeadGeometry | None = None
     ) -> Decision:
-        heads, width, source = found if found is not None else (None, None, "")
+        heads, width, source = found[:3] if found is not None else (None, None, "")
         return Decision(
             name, shape, owner_class, place.leaf, kind, layout, heads, width, source, reason
         )
@@ -187,13 +223,37 @@ def _decide(
     if kind in _NEVER:
         return decision(kind, _NEVER[kind])
     assert kind in SPLITTABLE
+    if role.refused:
+        return decision("indexer", f"declined by role: {role.reason}")
+    if declined := _refused(name, shape, role, owner):
+        return decision(kind, declined)
+    axis = heads_axis(modules.get(holder(name)))
+    answer = confirm(shape[axis], candidates(kind, owner, _config_of(place.owner, modules)))
+    geometry, reason = answer.geometry, answer.reason
+    if answer.open and (settled := arbiter.geometry(name, _ROLES[kind])) is not None:
+        geometry, reason = settled, f"arbiter: {settled.heads} × {settled.width}; {reason}"
+    if geometry is None:
+        return decision(kind, reason)
+    layout, kept = _layout(kind, geometry, chosen.split, axis, answer.one_order)
+    return decision(kind, kept or reason, layout, geometry)
+
+
+def _refused(name: str, shape: tuple[int, ...], role: Role, owner: Any) -> str:
+    """Why a weight whose leaf claims heads is not asked for them; empty if it is."""
     if not role.attention:
-        return decision(kind, f"declined by role: {role.reason}")
-    answer = confirm(shape, candidates(kind, owner, _config_of(place.owner, modules)))
-    if answer.geometry is None:
-        return decision(kind, answer.reason)
-    layout, reason = _layout(kind, answer.geometry, chosen.split, owner, place.owner, modules)
-    return decision(kind, reason or answer.reason, layout, answer.geometry)
+        return f"declined by role: {role.reason}"
+    if ".lora_" in name:
+        return "declined: an adapter's own matrix; its rank has no heads"
+    if len(shape) != 2:
+        return f"declined: {len(shape)}-D, heads are rows of a matrix"
+    if any(isinstance(part, nn.MultiheadAttention) for part in owner.children()):
+        return "declined: it feeds an attention module of its own, which has the heads"
+    return ""
+
+
+def heads_axis(module: Any) -> int:
+    """The axis of a weight's outputs: transformers' Conv1D stores ``[in, out]``."""
+    return 1 if type(module).__name__ == "Conv1D" and not isinstance(module, nn.Conv1d) else 0
 
 
 def _not_muon(
@@ -229,37 +289,29 @@ def _upwards(path: str) -> Iterator[str]:
 
 
 def _layout(
-    kind: Kind,
-    geometry: HeadGeometry,
-    split: SplitRule,
-    owner: Any,
-    path: str,
-    modules: Mapping[str, nn.Module],
+    kind: Kind, geometry: HeadGeometry, split: SplitRule, axis: int, one_order: bool
 ) -> tuple[Layout | None, str]:
     """The layout the split rule makes of a geometry, and a reason where it makes none."""
-    heads, width, _ = geometry
+    heads, width, _, finest = geometry
     if split.heads_per_block is None:
         return None, "the dialect keeps every weight whole"
-    if kind == "fused_qkv" and split.fused_qkv != "heads":
-        kept = "the dialect keeps it whole"
-        if split.fused_qkv == "projections":
-            kept = "which rows are Q, K and V is not told by its shape, so it stays whole"
-        return None, f"fused QKV of {heads} heads of {width} rows: {kept}"
     layout = Layout.heads(_ROLES[kind], heads, width)
+    if kind == "fused_qkv":
+        said = f"fused QKV of {heads} heads of {width} rows"
+        if split.fused_qkv == "whole":
+            return None, f"{said}: the dialect keeps it whole"
+        if split.fused_qkv == "projections":
+            if not one_order or len({segment.role for segment in finest.segments}) < 2:
+                return None, f"{said}: which rows are Q, K and V is not known of this owner"
+            return replace(finest, joined=True, axis=axis), ""
+        layout = finest
     if kind == "mla_key_value_up" and split.mla_key_value == "apart":
-        key = _key_width(owner, _config_of(path, modules), width)
-        if key is None:
+        if len(finest.segments) < 2:
             return None, "declined: kv is to be cut into K and V, but their widths are not stated"
-        layout = Layout((Segment("k", 1, key), Segment("v", 1, width - key)), groups=heads)
+        layout = finest
+    if kind == "query" and split.gated_query == "apart":
+        layout = finest
     try:
-        return layout.per_block(split.heads_per_block), ""
+        return replace(layout.per_block(split.heads_per_block), axis=axis), ""
     except LayoutError as error:
         return None, f"declined: {error}"
-
-
-def _key_width(owner: Any, config: Any, width: int) -> int | None:
-    for reader in (Reader("owner", owner), Reader("config", config)):
-        nope, value = reader.get("qk_nope_head_dim"), reader.get("v_head_dim")
-        if nope is not None and value is not None and nope + value == width:
-            return nope
-    return None

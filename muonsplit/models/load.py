@@ -145,11 +145,23 @@ def complete(config: Config) -> Config:
     return _transformers_config(config).to_dict()
 
 
-def build(config: Config, device: str = "meta") -> nn.Module:
-    """Builds the causal language model of a config.
+def mappings() -> dict[str, list[str]]:
+    """The model types of transformers' language models, by task."""
+    from transformers.models.auto import modeling_auto as auto
+
+    return {
+        "causal": list(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        "image-text": list(auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+        "seq2seq": list(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    }
+
+
+def build(config: Config, device: str = "meta", task: str | None = None) -> nn.Module:
+    """Builds the language model of a config.
 
     Args:
         config: As :func:`resolve` gives it.
+        task: ``causal``, ``image-text`` or ``seq2seq``; by default the first that there is.
         device: ``meta`` costs no memory at any size; ``cpu`` allocates and initialises float32.
 
     Raises:
@@ -159,7 +171,7 @@ def build(config: Config, device: str = "meta") -> nn.Module:
         with torch.device(device):
             return KimiK3ForCausalLM(KimiK3Config.from_dict(config))
     resolved = _transformers_config(config)
-    auto = _auto_class(resolved)
+    auto = _auto_class(resolved, task)
     try:
         with torch.device(device):
             return auto.from_config(resolved, dtype=torch.float32)
@@ -191,18 +203,26 @@ def _transformers_config(config: Config) -> Any:
         raise _unbuildable(config, error) from error
 
 
-def _auto_class(config: Any) -> Any:
+def _auto_class(config: Any, task: str | None) -> Any:
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
-    for mapping, cls in (
-        (auto.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
-        (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.AutoModelForImageTextToText),
-        (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, transformers.AutoModelForSeq2SeqLM),
-    ):
-        if type(config) in mapping:
+    known = {
+        "causal": (auto.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
+        "image-text": (
+            auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+            transformers.AutoModelForImageTextToText,
+        ),
+        "seq2seq": (
+            auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+            transformers.AutoModelForSeq2SeqLM,
+        ),
+    }
+    for name, (mapping, cls) in known.items():
+        if task in (None, name) and type(config) in mapping:
             return cls
-    raise ConfigError(f"transformers has no language model for {config.model_type!r}.")
+    what = "language" if task is None else task
+    raise ConfigError(f"transformers has no {what} model for {config.model_type!r}.")
 
 
 def _unbuildable(config: Config, error: Exception) -> ConfigError:
