@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from muonsplit.geometry import Decision, Plan, plan
     from muonsplit.layout import Block, Layout, Segment
     from muonsplit.muon import PerHeadMuon, orthogonalize
+    from muonsplit.recognition import planned
     from muonsplit.subjects.protocol import Hyper, Stepper, subject
+    from muonsplit.truth.views import views
 
 __version__ = "0.1.0"
 
@@ -31,7 +33,9 @@ __all__ = [
     "Stepper",
     "orthogonalize",
     "plan",
+    "planned",
     "subject",
+    "views",
 ]
 
 _HOMES = {
@@ -39,6 +43,8 @@ _HOMES = {
     "geometry": ("Decision", "Plan", "plan"),
     "layout": ("Block", "Layout", "Segment"),
     "muon": ("PerHeadMuon", "orthogonalize"),
+    "recognition": ("planned",),
+    "truth.views": ("views",),
     "subjects.protocol": ("Hyper", "Stepper", "subject"),
 }
 

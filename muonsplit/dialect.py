@@ -305,7 +305,10 @@ def dialect_named(name: str) -> Dialect:
     dialect = DIALECTS[base]
     if not colon:
         return dialect
-    asked = dict(_option(item) for item in option.split(","))
+    items = [_option(item) for item in option.split(",")]
+    asked = dict(items)
+    if len(asked) < len(items):
+        raise UsageError(f"{option!r} gives one option twice.", "Give each once.")
     sources = {**dialect.sources, **dict.fromkeys(asked, f"asked for as {option}")}
     return Dialect(name, replace(dialect.split, **asked), dialect.arithmetic, sources)
 

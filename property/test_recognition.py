@@ -16,13 +16,13 @@ from muonsplit.geometry import Plan, plan
 from muonsplit.geometry.candidates import HeadGeometry, candidates
 from muonsplit.geometry.confirm import confirm
 from muonsplit.geometry.leaf import SPLITTABLE
-from muonsplit.layout import Layout
+from muonsplit.layout import Segment
 
 # Every cut of 24 rows into heads of several rows, and some that are none.
 CONFIRMING = [(2, 12), (3, 8), (4, 6), (6, 4), (8, 3), (12, 2)]
 FAILING = [(2, 11), (5, 5), (24, 2), (1, 23), (7, 3)]
 GEOMETRIES = [
-    HeadGeometry(h, w, f"route {i}", Layout.heads("q", h, w))
+    HeadGeometry(h, w, f"route {i}", (Segment("q", h, w),))
     for h, w in CONFIRMING + FAILING
     for i in range(2)
 ]

@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,6 @@ DIFFER = {
     "a boundary one row off": (each(2, 8), truth((7, [0]), (9, [1]))),
     "slabs swapped": (truth((8, [0]), (8, [1])), truth((4, [0]), (4, [1]), (4, [0]), (4, [1]))),
     "heads on the other axis": (each(4, 4), each(4, 4, axis=1)),
-    "other sizes": (each(4, 4), each(4, 8)),
     "heads against none": (each(4, 4), none(16)),
     "none against heads": (none(16), each(4, 4)),
     "a gate only in part of each head": (
@@ -98,6 +98,11 @@ def test_heads_that_are_subtracted_are_coupled() -> None:
     assert "4 heads of the views are 2" in why
 
 
+def test_weights_of_three_dimensions_have_other_rows_to_each() -> None:
+    assert agreement(each(4, 1), each(4, 8))[0] == "silent"
+    assert "4 and 32 rows" in agreement(each(4, 1), each(4, 8))[1]
+
+
 @pytest.mark.parametrize("other", [each(4, 4), none(16), unknown("not reached")])
 def test_one_that_does_not_speak_is_silence_with_its_reason(other: Truth) -> None:
     assert agreement(unknown("lost in foo"), other) == ("silent", "views: lost in foo")
@@ -108,10 +113,27 @@ def test_one_that_does_not_speak_is_silence_with_its_reason(other: Truth) -> Non
 # Real architectures at their defaults: leaf → its heads in the miniature as the views count them.
 
 
+# Fewer layers and heads than by default, where a delta rule makes them slow.
+TWO = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+FEW: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        **TWO,
+        "hidden_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "kimi_linear": {**TWO, "mlp_layer_types": ["dense", "sparse"]},
+}
+
+
 @functools.cache
 def both(model_type: str) -> tuple[dict[str, Any], dict[str, tuple[Truth, Truth]]]:
-    config = complete(miniature({"model_type": model_type}))
-    by_views, by_gradients = witnesses({"model_type": model_type})
+    given = {"model_type": model_type, **FEW.get(model_type, {})}
+    config = complete(miniature(given))
+    by_views, by_gradients = witnesses(given)
     assert by_views.keys() == by_gradients.keys()
     return config, {name: (by_views[name], by_gradients[name]) for name in by_views}
 
@@ -126,7 +148,7 @@ QKV |= {"v_proj": "num_key_value_heads", "o_proj": None}
 LINEAR = {"in_proj_qkvz": "linear_num_value_heads", "in_proj_ba": "linear_num_value_heads"}
 MLA = {"q_b_proj": "num_attention_heads", "kv_b_proj": "num_attention_heads"}
 MLA |= {"kv_a_proj_with_mqa": None, "q_a_proj": None, "o_proj": None}
-KDA = {leaf: "linear_num_heads" for leaf in ("k_proj", "v_proj", "f_b_proj", "b_proj")}
+KDA = dict.fromkeys(("k_proj", "v_proj", "f_b_proj", "b_proj"), "linear_num_heads")
 ARCHITECTURES: dict[str, dict[str, str | None]] = {
     "mistral": QKV,
     "olmo2": QKV,  # norms over all heads
@@ -187,10 +209,11 @@ def test_an_indexer_is_silent_for_want_of_a_gradient() -> None:
 
 def test_differential_heads_are_coupled_in_pairs() -> None:
     config, found = both("diffllama")
-    leaves = ("q_proj", "k_proj", "v_proj")
+    # Values of two heads are concatenated before the scores meet them: one head to both.
+    leaves = {"q_proj": "coupled", "k_proj": "coupled", "v_proj": "agree", "o_proj": "agree"}
     said = {n: agreement(*p) for n, p in found.items() if n.split(".")[-2] in leaves}
-    assert said
-    assert {kind for kind, _ in said.values()} == {"coupled"}
+    assert len(said) == 4 * config["num_hidden_layers"]
+    assert all(kind == leaves[name.split(".")[-2]] for name, (kind, _) in said.items())
     for name in (n for n in said if ".q_proj." in n):
         counted = [heads(each) for each in found[name]]
         assert counted == [config["num_attention_heads"], config["num_attention_heads"] // 2]
@@ -221,35 +244,29 @@ def test_half_the_heads_differ(viewed: int, computed: int, said: str) -> None:
 
 
 @pytest.mark.parametrize("oracle", ["views", "gradients"])
-def test_an_attention_that_swaps_rows_differs(
-    oracle: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attention_that_swaps_rows_differs(oracle: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interleaved heads, in one oracle's model only: row r serves head r mod 4."""
     import transformers.models.llama.modeling_llama as module
 
-    right = module.LlamaAttention.forward
+    right = module.apply_rotary_pos_emb
 
-    def wrong(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
-        linear = self.q_proj.forward
-        self.q_proj.forward = lambda x: linear(x).unflatten(-1, (-1, 4)).mT.flatten(-2)
-        try:
-            return right(self, hidden_states, **kwargs)
-        finally:
-            del self.q_proj.forward
+    def wrong(q: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
+        shuffled = q.transpose(1, 2).flatten(-2).unflatten(-1, (-1, 4)).mT
+        return right(shuffled.transpose(1, 2), *rest, **kwargs)
 
     models = {"views": llama(4, "meta"), "gradients": llama(4, "cpu")}
     found: dict[str, Truth] = {}
-    for name, ask in (("views", views), ("gradients", lambda m: gradients(m, ids))):
+    for name, ask in (("views", views), ("gradients", partial(gradients, call=ids))):
         with monkeypatch.context() as patch:
             if name == oracle:
-                patch.setattr(module.LlamaAttention, "forward", wrong)
+                patch.setattr(module, "apply_rotary_pos_emb", wrong)
             found[name] = ask(models[name])["model.layers.0.self_attn.q_proj.weight"]
     assert len(found[oracle].runs) == 32
     assert agreement(found["views"], found["gradients"])[0] == "differ"
 
 
 def test_a_miniature_that_is_none_says_so() -> None:
-    with pytest.raises(MuonsplitError, match="too large: .* 144000576 elements"):
+    with pytest.raises(MuonsplitError, match=r"too large: \d+ elements, 144000576 of them"):
         witnesses({"model_type": "blt"})
 
 
@@ -259,10 +276,8 @@ def test_chunks_of_time_are_as_they_were() -> None:
     function = inspect.unwrap(module.chunk_kimi_delta_attention)
     before = function.__defaults__
     model = build(miniature({"model_type": "kimi_linear"}))
-    with pytest.raises(KeyError), short_chunks(model):
-        assert function.__defaults__ is not before
-        assert inspect.signature(function).parameters["chunk_size"].default == 16
-        raise KeyError
+    with short_chunks(model):
+        assert inspect.signature(function).parameters["chunk_size"].default == 8
     assert function.__defaults__ is before
     assert inspect.signature(function).parameters["chunk_size"].default == 64
 
@@ -273,7 +288,7 @@ GOLDEN = sorted(path.name for path in (Path(__file__).parents[1] / "golden" / "m
 TYPES = (
     *("afmoe", "apertus", "bloom", "cohere2", "deepseek_v3", "falcon", "gemma2", "gemma3_text"),
     *("gemma4_text", "glm4_moe", "glm_moe_dsa", "gpt2", "gpt_neox", "gpt_oss", "kimi_linear"),
-    *("mistral", "olmo2", "opt", "phi3", "qwen3_moe", "qwen3_next", "starcoder2"),
+    *("mistral", "olmo2", "phi3", "qwen3_moe", "qwen3_next", "starcoder2"),
 )
 
 
@@ -296,9 +311,7 @@ def test_a_miniature_keeps_every_decision(name: str) -> None:
     ratios = {
         (Fraction(heads, less), Fraction(width, narrow))
         for leaf, wide in cuts[0].items()
-        for (heads, width), (less, narrow) in zip(
-            sorted(wide), sorted(cuts[1][leaf]), strict=True
-        )
+        for (heads, width), (less, narrow) in zip(sorted(wide), sorted(cuts[1][leaf]), strict=True)
     }
     assert len(ratios) <= 1
     assert all(count >= 1 and width >= 1 for count, width in ratios)

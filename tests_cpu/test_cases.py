@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from muonsplit import Layout, Plan, plan
+from muonsplit.geometry.owner import LINEAR_ATTENTION
 from muonsplit.goldens import cases
 from muonsplit.models.load import build, golden_root, resolve
 
@@ -82,3 +83,12 @@ def test_the_models_own_computation_gives_the_answer(case: dict[str, Any]) -> No
             bounds = {start for block in truth.blocks() for start, _ in block.spans}
             assert bounds >= {head * width for head in range(heads)}
             assert truth.rows == heads * width
+
+
+@pytest.mark.parametrize(("ending", "name"), LINEAR_ATTENTION.items())
+def test_linear_attention_is_admitted_by_a_truth(ending: str, name: str) -> None:
+    golden = json.loads((golden_root() / "truth" / f"{name}.json").read_text())
+    admitted = [row for row in golden["weights"] if row["owner"].endswith(ending)]
+    assert any(row["counted"] and row["outcome"] == "right" for row in admitted) or any(
+        row["fused"] == "right" for row in admitted
+    )

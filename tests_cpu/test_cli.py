@@ -192,3 +192,65 @@ def test_a_subject_does_not_outlive_its_parent(tmp_path: Path) -> None:
     while time.monotonic() < deadline and Path(f"/proc/{pid_file.read_text()}").exists():
         time.sleep(0.1)
     assert not Path(f"/proc/{pid_file.read_text()}").exists()
+
+
+def test_truth_stands_beside_the_plan(run) -> None:  # type: ignore[no-untyped-def]
+    said = run("truth", "glm-5.2-0.8b", "--format", "json")
+    assert said.code == 0
+    weights = {w["name"]: w for w in json.loads(said.out)["weights"]}
+    query = weights["model.layers.0.self_attn.q_b_proj.weight"]
+    assert (query["layout"], query["truth"]["layout"]) == ("q 16×256", "head 16×256")
+    # The model's own indexer has 8 heads of 64 rows; the rules leave them whole on purpose.
+    indexer = weights["model.layers.0.self_attn.indexer.wq_b.weight"]
+    assert indexer["truth"]["layout"] == "head 8×64"
+    assert (indexer["layout"], indexer["outcome"], indexer["differs"]) == (None, "declined", False)
+
+
+def test_truth_exits_1_where_the_plan_differs(run, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """Rules that confirm half the heads are found out by the model's own computation."""
+    from muonsplit.geometry import candidates, decide
+
+    def halved(*arguments: object) -> list[candidates.HeadGeometry]:
+        return [
+            c._replace(heads=c.heads // 2, width=2 * c.width, parts=c.parts, groups=c.groups)
+            for c in candidates.candidates(*arguments)  # type: ignore[arg-type]
+        ]
+
+    monkeypatch.setattr(decide, "candidates", halved)
+    said = run("truth", "llama")
+    assert said.code == 1
+    assert "DIFFERS" in said.out
+    assert "rows of more than one head" in said.out
+
+
+def test_truth_of_a_model_without_answers_is_inconclusive(run) -> None:  # type: ignore[no-untyped-def]
+    assert run("truth", "transformers:no_such_type").code == 65
+
+
+def test_plan_in_a_frameworks_form(run) -> None:  # type: ignore[no-untyped-def]
+    said = run("plan", "llama", "--export", "dion")
+    assert said.code == 0
+    groups = json.loads(said.out)["param_groups"]
+    assert {group.get("num_heads") for group in groups} >= {8, 32}
+    assert run("plan", "llama", "--export", "no-such").code == 64
+
+
+def test_an_arbiter_settles_what_the_rules_leave_open(run) -> None:  # type: ignore[no-untyped-def]
+    """xLSTM's keys are half as wide as its stream: no field that the rules read says so."""
+    spec = ("plan", "transformers:xlstm", "--format", "json")
+    alone, settled = (json.loads(run(*spec, *more).out) for more in ((), ("--arbiter", "views")))
+    name = "backbone.blocks.0.mlstm_layer.q.weight"
+    by_rules, by_truth = (
+        next(d for d in found["decisions"] if d["name"] == name) for found in (alone, settled)
+    )
+    assert by_rules["layout"] is None
+    assert by_truth["layout"] == "q 8×256"  # 8 heads, half of 4096
+    assert by_truth["source"] == "arbiter"
+
+
+def test_a_sweep_of_one_type_reports(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    said = run("sweep", "llama", "--report", str(tmp_path))
+    assert said.code == 0
+    assert "0 wrong" in said.out
+    assert (tmp_path / "sweep.md").is_file()
+    assert run("sweep", "no_such_type").code == 64

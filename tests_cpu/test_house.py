@@ -33,9 +33,18 @@ MAY_IMPORT = {
     "faulty": {*_DRIVEN, "checks", "certificate"},
     "goldens": {*_DRIVEN, "files", "recognition"},
     "report": {*_DRIVEN, "recognition", "truth", "checks", "certificate", "faulty"},
-    "cli": {*_DRIVEN, "recognition", "checks", "certificate", "faulty", "goldens", "report"},
+    "cli": {
+        *_DRIVEN,
+        "recognition",
+        "truth",
+        "checks",
+        "certificate",
+        "faulty",
+        "goldens",
+        "report",
+    },
     "__main__": {"cli"},
-    "__init__": _DRIVEN,
+    "__init__": {*_DRIVEN, "recognition", "truth"},
 }
 
 

@@ -467,7 +467,8 @@ class Masked(Toy):
     def projected(self, name: str, x: Tensor) -> Tensor:
         if name != "query":
             return super().projected(name, x)
-        rows = (x * self.gain) @ (self.query.weight * self.mask).T
+        weight = self.get_parameter("query.weight") * self.get_buffer("mask")
+        rows = (x * self.gain) @ weight.T
         return rows.unflatten(-1, (H, -1)).transpose(1, 2)
 
 
@@ -485,6 +486,72 @@ class Narrow(Toy):
         return (out + (total * (1 / 41) * 41 - total)).to(torch.float64)
 
 
+class Forgetful(Toy):
+    """Every head forgets by a decay that would underflow as it was initialised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.linspace(1, 40, H))
+
+    def attended(self, x: Tensor) -> Tensor:
+        kept = torch.exp(-torch.exp(self.decay) * F.softplus(self.projected("query", x).sum(-1).mT))
+        value = self.projected("value", x).transpose(1, 2)
+        return (value * (1 + kept.unsqueeze(-1))).flatten(-2)
+
+
+def test_a_decay_is_drawn_where_it_forgets_little() -> None:
+    assert torch.exp(-torch.exp(torch.tensor(40.0, dtype=torch.float64))) == 0
+    assert ask(Forgetful())["query.weight"].runs == runs(*each(4))
+
+
+class Deep(nn.Module):
+    """Attentions on one residual stream, as many as asked."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Toy() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_the_layers_of_a_deep_model_are_asked_as_those_of_a_shallow_one() -> None:
+    answers = ask(Deep(9))
+    assert len(answers) == 9 * 4
+    for name, answer in answers.items():
+        if ".output." in name:
+            assert answer.state == "none"
+        else:
+            assert answer.runs == runs(*each(4))
+
+
+def test_what_the_budget_does_not_reach_is_unknown() -> None:
+    whole = ask(Deep(3))
+    partly = gradients(Deep(3), lambda m: m(noise(1, 6, 16)), budget=60_000)
+    spoken = {name for name, answer in partly.items() if answer.state == "heads"}
+    assert spoken == {n for n, a in whole.items() if n.startswith("layers.0.") and a.runs}
+    assert all(partly[name].runs == whole[name].runs for name in spoken)
+    silent = partly["layers.2.query.weight"]
+    assert silent.state == "unknown"
+    assert "too large" in silent.evidence
+
+
+def test_more_columns_than_can_be_asked_are_unknown() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 1025), nn.Linear(1025, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(F.silu(self.up(x)))
+
+    answers = gradients(Wide(), lambda m: m(noise(1, 3, 4)))
+    assert answers["up.weight"].state == "unknown"
+    assert "1025 columns" in answers["up.weight"].evidence
+
+
 def test_narrow_dtypes_are_widened() -> None:
     assert torch.tensor(41.0) * torch.tensor(1 / 41) - 1 != 0
     assert ask(Narrow())["query.weight"].runs == runs(*each(4))
@@ -500,7 +567,7 @@ class Normed(Toy):
     def projected(self, name: str, x: Tensor) -> Tensor:
         if name != "query":
             return super().projected(name, x)
-        return self.norm(self.query(x)).unflatten(-1, (H, -1)).transpose(1, 2)
+        return self.norm(self.get_submodule("query")(x)).unflatten(-1, (H, -1)).transpose(1, 2)
 
 
 def unit(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ per-layer view), and every count is paired with every width: most attention modu
 count. A composite model's text config is never used for a module that has a config of its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ from muonsplit.layout import Layout, Segment
 
 _KEY = frozenset({"key", "k", "kv", "keys"})
 _VALUE = frozenset({"value", "v", "kv", "values"})
-_NOPE, _ROPE = "qk_nope_head_dim", "qk_rope_head_dim"
+_PARTIAL = frozenset({"nope", "rope", "mqa"})
+_NOPE, _ROPE, _V = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
 
 
 class HeadGeometry(NamedTuple):
@@ -26,13 +27,22 @@ class HeadGeometry(NamedTuple):
         heads: Number of heads.
         width: Rows of one.
         source: Who states count and width.
-        layout: The finest cut: every part of every head apart.
+        parts: What the weight holds, ``groups`` times, every part of a head apart.
+        groups: How often.
+        gated: Whether each head's rows are followed by those of its output gate.
     """
 
     heads: int
     width: int
     source: str
-    layout: Layout
+    parts: tuple[Segment, ...]
+    groups: int = 1
+    gated: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """The finest cut."""
+        return Layout(self.parts, self.groups)
 
     def __str__(self) -> str:
         return f"{self.heads} × {self.width} = {self.heads * self.width} ({self.source})"
@@ -46,48 +56,71 @@ class Pair(NamedTuple):
     source: str
 
 
-def readers(owner: Any, config: Any) -> list[Reader]:
-    """The owner, and its config or the view its layer has of it."""
-    with suppress(Exception):  # most configs have no per-layer view; reading one may raise anything
-        config = config.per_layer_config[owner.layer_idx]
-    return [Reader("owner", owner), Reader("config", config)]
+class Readings:
+    """What owners and configs state, each read once for all the weights of a model."""
+
+    def __init__(self) -> None:
+        self._read: dict[int, Reader] = {}
+
+    def of(self, owner: Any, config: Any) -> list[Reader]:
+        """The owner, and its config or the view its layer has of it."""
+        with suppress(Exception):  # most have no per-layer view; reading one may raise anything
+            config = config.per_layer_config[owner.layer_idx]
+        return [self._reader("owner", owner), self._reader("config", config)]
+
+    def key(self, owner: Any, config: Any) -> object | None:
+        """The same for owners of which the same can be read; None where that is not known."""
+        module, view = self.of(owner, config)
+        return None if module.fingerprint is None else (module.fingerprint, id(view))
+
+    def _reader(self, label: str, target: Any) -> Reader:
+        # The reader holds its target, so that no other object takes its identity.
+        found = self._read.get(id(target))
+        if found is None:
+            found = self._read[id(target)] = Reader(label, target)
+        return found
 
 
-def candidates(kind: Kind, owner: Any, config: Any) -> list[HeadGeometry]:
+def candidates(
+    kind: Kind, owner: Any, config: Any, leaf: str = "", readings: Readings | None = None
+) -> list[HeadGeometry]:
     """Every geometry that the owner and its config make plausible for a kind of weight.
 
     Args:
         kind: What the leaf claims to be; kinds without heads have no candidates.
         owner: The module that holds the leaf.
         config: The owner's own config, or the nearest one above it; may be None.
+        leaf: Name of the leaf; of fused ones it tells those that hold no queries.
+        readings: What was read of other weights.
     """
-    sources = readers(owner, config)
+    sources = (readings or Readings()).of(owner, config)
     if kind == "fused_qkv":
-        return list(_fused(owner, sources))
-    if kind == "query":
-        return [*_plain("q", _queries(sources)), *_gated(sources)]
+        return list(_fused(owner, leaf, sources))
+    if kind in ("query", "mla_query_up"):
+        plain = _plain("q", _queries(sources))
+        return [*plain, *_gated(sources)] if kind == "query" else plain
     if kind == "key":
         return _plain("k", _keys(sources, _KEY))
     if kind == "value":
         return _plain("v", _keys(sources, _VALUE))
-    if kind == "mla_query_up":
-        return _plain("q", _queries(sources))
     return list(_key_values(sources)) if kind == "mla_key_value_up" else []
 
 
-def _plain(role: str, pairs: list[Pair]) -> list[HeadGeometry]:
-    return [HeadGeometry(*pair, Layout.heads(role, pair.heads, pair.width)) for pair in pairs]
+def _plain(role: str, pairs: Iterable[Pair]) -> list[HeadGeometry]:
+    return [HeadGeometry(*pair, (Segment(role, pair.heads, pair.width),)) for pair in pairs]
 
 
-def _queries(sources: list[Reader]) -> list[Pair]:
+def _queries(sources: Sequence[Reader]) -> list[Pair]:
     counts = _query_counts(sources)
-    roped = list(_sums(sources, (_NOPE, _ROPE)))
-    return [*_crossed(counts, [*roped, *_widths(sources, _VALUE)]), *_derived(counts, sources)]
+    widths = [*_sums(sources, (_NOPE, _ROPE)), *_widths(sources, _VALUE)]
+    # A derived width belongs to its count: an encoder's heads say nothing of a decoder's.
+    derived = [(c, w) for c in counts for w in _derived(c, sources)]
+    return _distinct([*_crossed(counts, widths), *derived])
 
 
-def _keys(sources: list[Reader], words: frozenset[str]) -> list[Pair]:
+def _keys(sources: Sequence[Reader], words: frozenset[str]) -> list[Pair]:
     """Keys or values: their own counts, or one for each group of queries, or as many."""
-    own = [c for c in _counts(sources) if c.words & words]
+    own = [c for reader in sources for c in reader.counts if c.words & words]
     queries = _query_counts(sources)
     groups = sources[0].get("num_key_value_groups")
     grouped = [
@@ -97,57 +130,53 @@ def _keys(sources: list[Reader], words: frozenset[str]) -> list[Pair]:
     ]
     counts = [*own, *grouped, *queries]
     # A width named for values is none of the keys', and the other way round.
-    widths = _widths(sources, (_KEY | _VALUE | {"qk", "q"}) - words - ({"qk"} & _qk(words)))
-    return [*_crossed(counts, widths), *_derived(counts, sources)]
+    others = (_VALUE - words) if words is _KEY else ((_KEY | {"qk", "q"}) - words)
+    derived = [(c, w) for q in queries for w in _derived(q, sources) for c in (*own, *grouped, q)]
+    return _distinct([*_crossed(counts, _widths(sources, others)), *derived])
 
 
-def _qk(words: frozenset[str]) -> frozenset[str]:
-    return frozenset({"qk"}) if words is _KEY else frozenset()
-
-
-def _gated(sources: list[Reader]) -> Iterator[HeadGeometry]:
+def _gated(sources: Sequence[Reader]) -> Iterator[HeadGeometry]:
     """Queries with their output gate in one projection, head by head: ``[q | gate]``."""
-    counts = _query_counts(sources)
-    plain = [(w.value, w.value, f"2·{w.name}") for w in _widths(sources, _VALUE)]
+    widths = [(w.value, w.value, f"2·{w.name}") for w in _widths(sources, _VALUE)]
     for reader in sources:
-        query, value = reader.total((_NOPE, _ROPE)), reader.get("v_head_dim")
-        if query is not None and value is not None:
-            names = (_NOPE, _ROPE, "v_head_dim")
-            plain.append((query, value, _said(reader, names)))
-    for count in counts:
-        for query, gate, name in plain:
-            layout = Layout((Segment("q", 1, query), Segment("gate", 1, gate)), count.value)
+        query, gate = reader.total((_NOPE, _ROPE)), reader.get(_V)
+        if query is not None and gate is not None:
+            widths.append((query, gate, _said(reader, (_NOPE, _ROPE, _V))))
+    for count in _query_counts(sources):
+        for query, gate, name in widths:
+            parts = (Segment("q", 1, query), Segment("gate", 1, gate))
             source = f"{count.name} × {name}"
-            yield HeadGeometry(count.value, query + gate, source, layout)
+            yield HeadGeometry(count.value, query + gate, source, parts, count.value, gated=True)
 
 
-def _key_values(sources: list[Reader]) -> Iterator[HeadGeometry]:
+def _key_values(sources: Sequence[Reader]) -> Iterator[HeadGeometry]:
     """MLA's up-projection: each head's key without its rotary part, and its value."""
     for reader in sources:
-        key, value = reader.get(_NOPE), reader.get("v_head_dim")
+        key, value = reader.get(_NOPE), reader.get(_V)
         if key is None or value is None:
             continue
         for count in _query_counts(sources):
-            layout = Layout((Segment("k", 1, key), Segment("v", 1, value)), count.value)
-            source = f"{count.name} × {_said(reader, (_NOPE, 'v_head_dim'))}"
-            yield HeadGeometry(count.value, key + value, source, layout)
+            parts = (Segment("k", 1, key), Segment("v", 1, value))
+            source = f"{count.name} × {_said(reader, (_NOPE, _V))}"
+            yield HeadGeometry(count.value, key + value, source, parts, count.value)
 
 
-def _fused(owner: Any, sources: list[Reader]) -> Iterator[HeadGeometry]:
-    """Queries, keys and values in one weight; or keys and values."""
+def _fused(owner: Any, leaf: str, sources: Sequence[Reader]) -> Iterator[HeadGeometry]:
+    """Queries, keys and values in one weight; or keys and values; or one for both."""
     delta = list(_delta(sources))
     yield from delta
     # Its head counts are none of an attention's beside it.
+    keys = [] if delta else _keys(sources, _KEY)
     for query in [] if delta else _queries(sources):
-        for key in _keys(sources, _KEY):
+        for key in keys:
             if key.width == query.width:
                 source = f"{query.source}, {key.source}"
-                for layout in fused(owner, query.heads, key.heads, query.width):
-                    blocks = layout.rows // query.width
-                    yield HeadGeometry(blocks, query.width, source, layout)
+                for parts, groups in fused(owner, leaf, query.heads, key.heads, query.width):
+                    blocks = groups * sum(part.heads for part in parts)
+                    yield HeadGeometry(blocks, query.width, source, parts, groups)
 
 
-def _delta(sources: list[Reader]) -> Iterator[HeadGeometry]:
+def _delta(sources: Sequence[Reader]) -> Iterator[HeadGeometry]:
     """GatedDeltaNet: grouped ``[q | k | v | z]`` per key head, or ``[q | k | v]`` in turn."""
     owner = sources[0]
     keys, values = owner.get("num_k_heads"), owner.get("num_v_heads")
@@ -158,32 +187,22 @@ def _delta(sources: list[Reader]) -> Iterator[HeadGeometry]:
     ratio = values // keys
     parts = (Segment("q", 1, key), Segment("k", 1, key))
     grouped = (*parts, Segment("v", ratio, value), Segment("z", ratio, value))
-    yield HeadGeometry(keys, 2 * (key + ratio * value), source, Layout(grouped, keys))
-    turned = Layout((Segment("q", keys, key), Segment("k", keys, key), Segment("v", values, value)))
+    yield HeadGeometry(keys, 2 * (key + ratio * value), source, grouped, keys)
     if key == value:
-        yield HeadGeometry(turned.rows // key, key, source, turned)
+        turned = (Segment("q", keys, key), Segment("k", keys, key), Segment("v", values, value))
+        yield HeadGeometry(2 * keys + values, key, source, turned)
 
 
-def _counts(sources: list[Reader]) -> list[Stated]:
-    return [count for reader in sources for count in reader.counts()]
+def _query_counts(sources: Sequence[Reader]) -> list[Stated]:
+    return [c for reader in sources for c in reader.counts if not c.words & (_KEY | _VALUE)]
 
 
-def _query_counts(sources: list[Reader]) -> list[Stated]:
-    return [c for c in _counts(sources) if not c.words & (_KEY | _VALUE)]
+def _widths(sources: Sequence[Reader], without: frozenset[str]) -> list[Stated]:
+    """The stated widths but those whose name says they are something else's, or a part."""
+    return [w for reader in sources for w in reader.widths if not w.words & (without | _PARTIAL)]
 
 
-def _widths(sources: list[Reader], without: frozenset[str]) -> list[Stated]:
-    """The stated widths but those whose name says they are something else's."""
-    parts = frozenset({"nope", "rope", "mqa"})
-    return [
-        width
-        for reader in sources
-        for width in reader.widths()
-        if not width.words & (without | parts)
-    ]
-
-
-def _sums(sources: list[Reader], names: tuple[str, ...]) -> Iterator[Stated]:
+def _sums(sources: Sequence[Reader], names: tuple[str, ...]) -> Iterator[Stated]:
     for reader in sources:
         total = reader.total(names)
         if total is not None:
@@ -194,25 +213,32 @@ def _said(reader: Reader, names: tuple[str, ...]) -> str:
     return "(" + " + ".join(f"{reader.label}.{name}" for name in names) + ")"
 
 
-def _crossed(counts: list[Stated], widths: list[Stated]) -> list[Pair]:
-    return [Pair(c.value, w.value, f"{c.name} × {w.name}") for c in counts for w in widths]
+def _crossed(counts: Iterable[Stated], widths: Sequence[Stated]) -> Iterator[tuple[Stated, Stated]]:
+    return ((count, width) for count in counts for width in widths)
 
 
-def _derived(counts: list[Stated], sources: list[Reader]) -> list[Pair]:
-    """The hidden size over the heads, where no head width is stated and the division is exact.
+def _derived(queries: Stated, sources: Sequence[Reader]) -> Iterator[Stated]:
+    """The hidden size over the query heads, where no head width is stated and it divides."""
+    if any(w.words == frozenset({"head", "dim"}) for reader in sources for w in reader.widths):
+        return
+    for reader in sources:
+        for hidden in reader.hidden:
+            if hidden.value % queries.value == 0:
+                name = f"{hidden.name} / {queries.name}"
+                yield Stated(hidden.value // queries.value, name, frozenset())
 
-    It belongs to the count it was derived from: an encoder's count says nothing of a decoder.
-    """
-    if any(
-        width.words == frozenset({"head", "dim"}) for reader in sources for width in reader.widths()
-    ):
-        return []
-    return [
-        Pair(
-            count.value, hidden.value // count.value, f"{count.name} × {hidden.name} / {count.name}"
-        )
-        for reader in sources
-        for hidden in reader.hidden()
-        for count in counts
-        if hidden.value % count.value == 0
-    ]
+
+def _distinct(found: Iterable[tuple[Stated, Stated]]) -> list[Pair]:
+    """A pair for each count and width, by the plainest way to it."""
+    ways: dict[tuple[int, int], str] = {}
+    for count, width in found:
+        source = f"{count.name} × {width.name}"
+        old = ways.get((count.value, width.value))
+        if old is None or plainness(source) < plainness(old):
+            ways[count.value, width.value] = source
+    return [Pair(heads, width, source) for (heads, width), source in ways.items()]
+
+
+def plainness(source: str) -> tuple[int, int, str]:
+    """Orders sources: what is derived comes after what is stated, the config after the owner."""
+    return source.count(" / "), source.count("config."), source

@@ -1,6 +1,7 @@
 """Only attention is asked: which role the owner of a weight plays."""
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
@@ -10,7 +11,7 @@ _REFUSED = frozenset({"indexer", "scorer", "compressor"})
 # Owners with heads whose class does not say attention: how the class name ends, and the golden
 # model whose truth admits it.
 LINEAR_ATTENTION = {
-    "GatedDeltaNet": "qwen3-next",
+    "GatedDeltaNet": "qwen3_next",
     "CCAProjection": "zaya",
     "xLSTMLayer": "xlstm",
 }
@@ -30,6 +31,20 @@ class Role(NamedTuple):
     refused: bool = False
 
 
+def class_name(module: object) -> str:
+    """The class of a module, where FSDP2 or a parametrisation has made a subclass the class."""
+    own = type(module).__name__
+    for parent in type(module).__mro__[1:]:
+        if own in (f"FSDP{parent.__name__}", f"Parametrized{parent.__name__}"):
+            return parent.__name__
+    return own
+
+
+@lru_cache(maxsize=1024)
+def _words(name: str) -> frozenset[str]:
+    return frozenset(word.lower() for word in _WORDS.findall(name))
+
+
 def role_of(class_name: str, path: str) -> Role:
     """The role of an owner.
 
@@ -40,7 +55,7 @@ def role_of(class_name: str, path: str) -> Role:
         class_name: Class of the owner.
         path: Its path in the model; a refused ancestor refuses it too.
     """
-    words = {word.lower() for word in _WORDS.findall(class_name)}
+    words = _words(class_name)
     ancestors = {part.lower() for part in path.split(".")}
     for role in sorted(_REFUSED):
         if role in words or role in ancestors:

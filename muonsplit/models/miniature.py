@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from itertools import combinations
 from math import gcd
-from typing import Any
+from typing import Any, cast
 
 from muonsplit.errors import ConfigError
 from muonsplit.models.load import Config, build, complete
@@ -18,7 +18,7 @@ from muonsplit.models.load import Config, build, complete
 VOCABULARY = 80
 EXPERTS = 4
 _LAYER = re.compile(r"(?:.*\.)?(?:layers|h|layer|blocks|block)\.(\d+)\.(.*)")
-_WIDTHS = ("head_dim", "head_size", "d_head", "dim_head", "d_kv", "rotary_dim")
+_WIDTHS = ("head_dim", "head_size", "d_head", "dim_head", "headdim", "d_kv", "rotary_dim")
 _SIZES = (
     "_size",
     "_rank",
@@ -35,7 +35,7 @@ _SIZES = (
 )
 _NOT_SIZES = (
     *("vocab_size", "kernel_size", "patch_size", "image_size", "block_size", "chunk_size"),
-    *("group_size", "window_size", "step_size", "state_size", "time_step_rank"),
+    *("group_size", "window_size", "step_size", "state_size", "time_step_rank", "dt_rank"),
 )
 _DEPTHS = (
     *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "num_blocks"),
@@ -63,7 +63,8 @@ def miniature(config: Config, task: str | None = None) -> Config:
 
     Returns:
         A config of the same class with a few heads, every distinct kind of layer, few experts
-        and a small vocabulary. Where no division keeps the equalities, sizes stay as they are.
+        and a small vocabulary. Where no division keeps every equality and is small enough, one
+        is taken that keeps most (:func:`loosely`).
     """
     full = complete(config)
     sizes = dict(_sizes(full))
@@ -71,8 +72,29 @@ def miniature(config: Config, task: str | None = None) -> Config:
     divided = {name: _divide(name, value, count, width) for name, value in sizes.items()}
     if max((v for _, v in _of_kind(divided, "size")), default=0) > 4 * _WIDE or _is_wide(divided):
         divided = loosely(full, sizes)
-    small = _mapped(full, lambda name, value: divided.get(name, value))
+    narrower = _narrower(sizes, divided)
+
+    def small_value(name: str, value: Any) -> Any:
+        if name.endswith("mrope_section") and isinstance(value, list):
+            return _sections(cast(list[int], value), narrower)
+        return divided.get(name, value)
+
+    small = _mapped(full, small_value)
     return _accepted(_mapped(_first_layers(small, _layers_needed(config, task)), _few), full)
+
+
+def _narrower(sizes: dict[str, int], divided: dict[str, int]) -> Fraction:
+    """What the first width, of text if there is one, was multiplied by."""
+    before, after = dict(_widths(sizes)), dict(_widths({**sizes, **divided}))
+    names = sorted((n for n in before if n in after), key=lambda name: "vision" in name)
+    return next((Fraction(after[n], before[n]) for n in names), Fraction(1))
+
+
+def _sections(sections: list[int], narrower: Fraction) -> list[int]:
+    """Parts of a rotary half, for time, height and width: they add up to one of another width."""
+    most = round(sum(sections) * narrower)
+    ends = [round(sum(sections[: i + 1]) * narrower) for i in range(len(sections) - 1)]
+    return [b - a for a, b in zip([0, *ends], [*ends, most], strict=True)]
 
 
 def _is_wide(sizes: dict[str, int]) -> bool:
@@ -89,8 +111,9 @@ def _accepted(small: Config, full: Config) -> Config:
 
         def told(name: str, value: Any) -> Any:
             was = given.get(name)
-            token = name.endswith("token_id") and type(was) is int
-            return min(was, VOCABULARY - 1) if token else value
+            if name.endswith("token_id") and isinstance(was, int):
+                return min(was, VOCABULARY - 1)
+            return value
 
         return _mapped(small, told)
     return small
@@ -286,21 +309,29 @@ def _few(name: str, value: Any) -> Any:
     if "vocab_size" in key and isinstance(value, int):
         return min(value, VOCABULARY)
     if key.endswith("token_id"):
-        kept = key == "pad_token_id" and isinstance(value, int) and 0 <= value < VOCABULARY
-        return value if kept else None
+        return _token(key, value)
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     if key.endswith("chunk_size") and "attention" not in key:
         return min(value, _CHUNK)
     if key.endswith(("state_size", "d_state")):
         return min(value, _SMALL // 2)
-    if key.endswith(("n_groups", "o_groups")):
+    if key.endswith(("n_groups", "ngroups", "o_groups")):
         return min(value, 2)
     if key.endswith(("n_group", "topk_group", "expert_group")):
         return min(value, 1)
     if key.endswith(("experts_per_tok", "experts_per_token", "moe_k", "moe_top_k", "moe_topk")):
         return min(value, 2)
     return min(value, EXPERTS) if key.endswith(("experts", "expert_num")) else value
+
+
+def _token(key: str, value: Any) -> Any:
+    """No token beyond the vocabulary: none at all where that is allowed."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    if key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        return value if key[0] == "p" and 0 <= value < VOCABULARY else None
+    return min(value, VOCABULARY - 1)
 
 
 def _layers_needed(config: Config, task: str | None) -> int:

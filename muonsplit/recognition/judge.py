@@ -31,8 +31,9 @@ class Judgement:
 
     @property
     def counted(self) -> bool:
-        """Whether recognition is expected: an attention projection whose rows have heads."""
-        return self.decision.kind in SPLITTABLE and self.truth.state == "heads"
+        """Whether recognition is expected: a 2-D attention projection whose rows have heads."""
+        splittable = self.decision.kind in SPLITTABLE and len(self.decision.shape) == 2
+        return splittable and self.truth.state == "heads"
 
     @property
     def differs(self) -> bool:
@@ -50,8 +51,13 @@ def judge(plan: Plan, truths: Mapping[str, Truth]) -> Iterator[Judgement]:
     for decision in plan.decisions:
         truth = truths.get(decision.name)
         if truth is not None:
-            outcome, objection = _outcome(decision, truth)
-            yield Judgement(decision, truth, outcome, objection)
+            yield judged(decision, truth)
+
+
+def judged(decision: Decision, truth: Truth) -> Judgement:
+    """Judges one weight."""
+    outcome, objection = _outcome(decision, truth)
+    return Judgement(decision, truth, outcome, objection)
 
 
 def _outcome(decision: Decision, truth: Truth) -> tuple[Outcome, str]:

@@ -100,7 +100,7 @@ def sweep(
 
 def _preload() -> None:
     """Imports once what every process needs: they are forked from this one."""
-    for name in ("geometry", "models.load", "recognition.judge", "truth.views"):
+    for name in ("geometry", "models.load", "recognition.rows", "recognition.judge"):
         import_module(f"muonsplit.{name}")
 
 
@@ -156,6 +156,7 @@ def _empty(architecture: Architecture) -> Row:
         "class": None,
         "error": None,
         "weights": [],
+        "witnesses": {"counts": {}, "why": [], "error": "not built"},
     }
 
 
@@ -174,7 +175,7 @@ def examined(architecture: Architecture) -> Row:
     """The row of one architecture, made in this process."""
     from muonsplit.errors import MuonsplitError
     from muonsplit.models.load import build
-    from muonsplit.recognition.rows import weight_rows
+    from muonsplit.recognition.rows import weight_rows, witness_row
 
     row = _empty(architecture)
     try:
@@ -184,4 +185,6 @@ def examined(architecture: Architecture) -> Row:
         return row | {"error": error.message}
     except Exception as error:  # a model may raise anything, and costs its own row only
         return row | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
-    return row | {"class": type(model).__name__, "weights": weights}
+    names = {weight["weight"] for weight in weights}
+    seen = witness_row({"model_type": architecture.model_type}, architecture.task, names)
+    return row | {"class": type(model).__name__, "weights": weights, "witnesses": seen}

@@ -18,11 +18,13 @@ from muonsplit.truth.gradients import gradients
 from muonsplit.truth.inputs import text
 from muonsplit.truth.views import views
 
-# A product of a miniature larger than this would cost minutes of backward passes.
-_LARGEST = 1 << 22
+# A weight, or a model, larger than this would cost minutes to build and to differentiate.
+_LARGEST, _MOST = 1 << 22, 1 << 25
 # Positions that gradients are taken over. Each costs as much as all others, and eight are more
 # than a short convolution spans: what is remembered can still be told from what is not.
 _POSITIONS = 8
+# Some four seconds of one core; recurrences may take twice that.
+_BUDGET = 5e8
 
 
 def witnesses(
@@ -39,9 +41,11 @@ def witnesses(
     """
     small = miniature(dict(config), task)
     meta = build(small, task=task)
-    largest = max(p.numel() for p in meta.parameters())
-    if largest > _LARGEST:
-        raise MuonsplitError(f"its miniature is too large: it has a weight of {largest} elements")
+    sizes = [p.numel() for p in meta.parameters()]
+    if max(sizes) > _LARGEST or sum(sizes) > _MOST:
+        raise MuonsplitError(
+            f"its miniature is too large: {sum(sizes)} elements, {max(sizes)} of them in one weight"
+        )
     torch.manual_seed(0)
     real = build(small, device="cpu", task=task)
     given = {
@@ -49,7 +53,7 @@ def witnesses(
         for name, value in text(real, "cpu").items()
     }
     with short_chunks(real):
-        return views(meta), gradients(real, lambda model: model(**given))
+        return views(meta), gradients(real, lambda model: model(**given), budget=_BUDGET)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 from muonsplit.files import write_whole
 from muonsplit.recognition.judge import Judgement
+from muonsplit.recognition.records import compared
 from muonsplit.report.markdown import render
 from muonsplit.report.tables import Table, table
 
@@ -90,7 +91,24 @@ def sweep_summary(rows: Sequence[Row]) -> tuple[list[str], int]:
         f"with the arbiter {_share(settled, len(counted))}",
         f"fused projections, asked for by heads: {len(fused)}: "
         + ", ".join(f"{by_heads[outcome]} {outcome}" for outcome in _OUTCOMES),
+        _witnessed(built),
+        _recorded(built),
     ], wrong
+
+
+def _recorded(built: Sequence[Row]) -> str:
+    found = compared(built)
+    agree = found.compared - len(found.apart)
+    return f"of {found.compared} weights on record from other measurements {agree} agree"
+
+
+def _witnessed(built: Sequence[Row]) -> str:
+    counts: Counter[str] = Counter()
+    for row in built:
+        counts.update(row["witnesses"]["counts"])
+    none = sum(row["witnesses"]["error"] is not None for row in built)
+    said = ", ".join(f"{counts[how]} {how}" for how in ("agree", "coupled", "differ", "silent"))
+    return f"views and gradients, weight by weight on miniatures: {said}; {none} have none"
 
 
 def _share(part: int, of: int) -> str:
@@ -108,6 +126,9 @@ def sweep_tables(rows: Sequence[Row]) -> list[Table]:
     shown = [table("architectures", columns, cells)]
     for outcome in ("wrong", "declined", "unknown"):
         shown.append(_outcome_table(built, outcome))
+    shown.append(_witness_table(built))
+    apart = [(line,) for line in compared(built).apart]
+    shown.append(table("not as on record", ("weight",), apart))
     failed = [(_name(row), row["error"]) for row in rows if row["error"] is not None]
     shown.append(table("not built", ("architecture", "why"), failed))
     return shown
@@ -128,6 +149,17 @@ def _outcome_table(rows: Iterable[Row], outcome: str) -> Table:
         if w["outcome"] == outcome
     ]
     return table(outcome, ("architecture", "weight", "shape", "plan", "truth", "why"), cells)
+
+
+def _witness_table(rows: Iterable[Row]) -> Table:
+    cells: list[tuple[object, ...]] = []
+    for row in rows:
+        seen = row["witnesses"]
+        if seen["error"] is not None:
+            cells.append((_name(row), "", "none", seen["error"]))
+        cells += [(_name(row), w["weight"], w["how"], w["why"]) for w in seen["why"]]
+    columns = ("architecture", "weight", "", "why")
+    return table("where views and gradients do not both say the same", columns, cells)
 
 
 def _name(row: Row) -> str:

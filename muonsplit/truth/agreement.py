@@ -34,6 +34,8 @@ def agreement(views: Truth, gradients: Truth) -> tuple[Agreement, str]:
         return "differ", f"views: {views.evidence}; gradients: {gradients.layout}"
     if gradients.state == "none":
         return "differ", f"views: {views.layout}; gradients: {gradients.evidence}"
+    if views.axis == gradients.axis and views.rows != gradients.rows:
+        return "silent", f"of more than two dimensions: {views.rows} and {gradients.rows} rows"
     if (views.axis, views.rows) != (gradients.axis, gradients.rows):
         return "differ", f"views: axis {views.axis}; gradients: axis {gradients.axis}"
     return _partitions(views, gradients)

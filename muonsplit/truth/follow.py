@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from muonsplit.truth import moves, products
 from muonsplit.truth import operations as op
 from muonsplit.truth.moves import Handler
+from muonsplit.truth.shapes import shaped
 from muonsplit.truth.stand_ins import stand_in
 from muonsplit.truth.tape import Call, LostError, Tape
 
@@ -55,10 +56,9 @@ class Follower(TorchFunctionMode):
         if name in op.MAKES and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": "meta"}
         with _C.DisableTorchFunction():
-            try:
-                out = func(*args, **kwargs)
-            except (RuntimeError, NotImplementedError) as error:
-                out = stand_in(name, args, error)
+            out = shaped(name, args, kwargs)
+            if out is None:
+                out = _run(name, func, args, kwargs)
             if name not in op.ASKS:
                 self._follow(name, Call(func, args, kwargs, out))
         return out
@@ -75,6 +75,13 @@ class Follower(TorchFunctionMode):
                 return
         for rows in carried:
             self._tape.mixings.lose(rows, name)
+
+
+def _run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return func(*args, **kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        return stand_in(name, args, error)
 
 
 def _name(func: Any) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from muonsplit.errors import InputError
 from muonsplit.truth.answer import State, Truth
 from muonsplit.truth.graph import Graph
-from muonsplit.truth.influence import columns_of, influence
+from muonsplit.truth.influence import columns_of, influence, work
 from muonsplit.truth.record import Record, Recorder
 from muonsplit.truth.support import Reach, column_classes, judge
 
@@ -36,7 +36,10 @@ _MOST_COLUMNS = 1024
 
 
 def gradients(
-    model: nn.Module, call: Callable[[nn.Module], object], seed: int = 0
+    model: nn.Module,
+    call: Callable[[nn.Module], object],
+    seed: int = 0,
+    budget: float = math.inf,
 ) -> dict[str, Truth]:
     """Finds where a model's own computation puts the heads of each weight.
 
@@ -48,6 +51,9 @@ def gradients(
             copied, not changed; every parameter of the copy is drawn anew.
         call: Runs the forward pass of the module it is given, on several positions.
         seed: Of the draws.
+        budget: How much work may be done, in elements of gradients (1e8 are about a second of one
+            core); what is not reached by then is unknown. It is counted, so answers do not depend
+            on the machine.
 
     Returns:
         An answer for each parameter of two or more dimensions, tied ones once; those of more
@@ -68,7 +74,7 @@ def gradients(
                 "device has no answer here.",
             ) from error
     matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1 and p.requires_grad}
-    return _answers(matrices, recorder.record, Graph.behind(_outputs(returned)))
+    return _answers(matrices, recorder.record, Graph.behind(_outputs(returned)), budget)
 
 
 def _redrawn(model: nn.Module, seed: int) -> nn.Module:
@@ -150,7 +156,9 @@ class _Seen:
             )
 
 
-def _answers(weights: Mapping[str, Tensor], record: Record, outputs: Graph) -> dict[str, Truth]:
+def _answers(
+    weights: Mapping[str, Tensor], record: Record, outputs: Graph, budget: float
+) -> dict[str, Truth]:
     seen = {name: _Seen() for name in weights}
     readers: set[str] = set()
     fed = {name: weight for name, weight in weights.items() if name not in record.tables}
@@ -158,6 +166,9 @@ def _answers(weights: Mapping[str, Tensor], record: Record, outputs: Graph) -> d
         try:
             if (many := columns_of(entry)) > _MOST_COLUMNS:
                 raise ArithmeticError(f"{many} columns enter the next projection, too many to ask")
+            budget -= work(entry, record, fed)
+            if budget < 0:
+                raise ArithmeticError("the model is too large to ask for more")
             found = influence(entry, record, fed)
         except (RuntimeError, ArithmeticError) as error:
             behind = Graph.behind([entry.value]).leaves

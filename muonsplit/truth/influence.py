@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,6 +106,27 @@ def influence(entry: Entry, record: Record, weights: Mapping[str, Tensor]) -> In
 def columns_of(entry: Entry) -> int:
     """How many columns enter a projection: as many backward passes ask for all of them."""
     return math.prod(entry.value.shape[dim] for dim in entry.columns)
+
+
+def work(entry: Entry, record: Record, weights: Mapping[str, Tensor]) -> int:
+    """About how many elements of gradients :func:`influence` makes: columns × nodes × elements.
+
+    Only nodes from which a weight that is asked for can be reached are passed through.
+    """
+    graph = Graph.behind([entry.value])
+    leaves = {id(weight) for weight in weights.values()}
+    outputs = {p.output.grad_fn for name in weights for p in record.products.get(name, [])}
+    users: dict[Any, list[Any]] = {}
+    for node in graph.nodes:
+        for other, _ in node.next_functions:
+            users.setdefault(other, []).append(node)
+    pending = [n for n in graph.nodes if n in outputs or id(getattr(n, "variable", None)) in leaves]
+    passed = set(pending)
+    while pending:
+        found = set(users.get(pending.pop(), ())) - passed
+        passed |= found
+        pending.extend(found)
+    return columns_of(entry) * entry.value.numel() * len(passed)
 
 
 def _probes(

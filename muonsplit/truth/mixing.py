@@ -26,6 +26,7 @@ class _Seen:
         rows: Size of the axis.
         heads: For each attention product, the number of heads and the rows each was given.
         whole: Which rows were used in one piece.
+        all_whole: Whether all of them were.
         apart: Which rows were used by heads.
         times: How often rows were used in one piece.
         lost: Operations that could not be followed.
@@ -35,6 +36,7 @@ class _Seen:
     heads: list[tuple[int, tuple[Run, ...]]] = field(default_factory=list)
     whole: Tensor = field(init=False)
     apart: Tensor = field(init=False)
+    all_whole: bool = False
     times: int = 0
     lost: set[str] = field(default_factory=set[str])
 
@@ -61,6 +63,8 @@ class Mixings:
             for axis in (0, 1)
         }
         self._done: set[tuple[str, int]] = set()
+        self._looked_at: dict[object, tuple[Run, ...]] = {}
+        self._told: dict[object, tuple[Run, ...]] = {}
 
     def settled(self, origin: Origin) -> bool:
         """Whether a weight's rows have told all they can."""
@@ -84,9 +88,11 @@ class Mixings:
         for origin, maps in rows.items():
             if origin.projected:
                 seen = self._seen[origin.name, origin.axis]
-                for row in maps:
-                    used = squeezed(row).flatten()
-                    seen.whole[used[used != NO_ROW].long()] = True
+                if not seen.all_whole:
+                    for row in maps:
+                        used = squeezed(row).flatten()
+                        seen.whole[used[used != NO_ROW].long()] = True
+                    seen.all_whole = bool(seen.whole.all())
                 seen.times += 1
                 self._note(origin, seen)
 
@@ -98,13 +104,22 @@ class Mixings:
             row: A map whose first dimension counts the heads.
         """
         seen = self._seen[origin.name, origin.axis]
-        runs = _runs(row, seen.rows)
+        runs = self._runs_of(row, seen.rows)
         if not runs:
             return
         seen.heads.append((row.shape[0], runs))
         for run in runs:
             seen.apart[run.start : run.stop] = True
         self._note(origin, seen)
+
+    def _runs_of(self, row: Tensor, rows: int) -> tuple[Run, ...]:
+        """Equal layers give equal maps: each is looked at once."""
+        row = row.reshape(row.shape[0], -1)
+        key = (rows, row.shape, row.numpy().tobytes())
+        found = self._looked_at.get(key)
+        if found is None:
+            found = self._looked_at[key] = _runs(row, rows)
+        return found
 
     def _note(self, origin: Origin, seen: _Seen) -> None:
         if seen.done:
@@ -172,10 +187,27 @@ class Mixings:
 
     def truth(self, name: str) -> Truth:
         """What all that says of one weight: the axis whose rows were used apart, else of rows."""
-        found = [_truth(axis, self._seen[name, axis]) for axis in (0, 1)]
+        found = [self._truth(axis, self._seen[name, axis]) for axis in (0, 1)]
         told = [truth for truth in found if truth.state != "unknown"]
         apart = [truth for truth in told if truth.state == "heads"]
         return (apart or told or found)[0]
+
+    def _truth(self, axis: int, seen: _Seen) -> Truth:
+        used = seen.apart | seen.whole
+        if not bool(used.all()):
+            missing = seen.rows - int(used.sum())
+            lost = f"lost in {', '.join(sorted(seen.lost))}" if seen.lost else "not reached"
+            return Truth("unknown", axis, seen.rows, (), f"{missing} of {seen.rows} rows: {lost}")
+        if not seen.heads:
+            return Truth("none", axis, seen.rows, (), "its rows are summed over in one piece")
+        key = (seen.rows, tuple((count, id(runs)) for count, runs in seen.heads))
+        runs = self._told.get(key)
+        if runs is None:
+            runs = self._told[key] = _together(seen)
+        count = len({head for run in runs for head in run.heads})
+        if count < 2:
+            return Truth("none", axis, seen.rows, (), "every head is given the same rows")
+        return Truth("heads", axis, seen.rows, runs, f"rows meet only inside each of {count} heads")
 
 
 def _condensed(maps: list[Tensor]) -> list[Tensor]:
@@ -212,21 +244,6 @@ def _runs(row: Tensor, rows: int) -> tuple[Run, ...]:
         for start, stop, a, b in zip(bounds, bounds[1:], first, last, strict=False)
     )
     return tuple(run for run in found if run.heads)
-
-
-def _truth(axis: int, seen: _Seen) -> Truth:
-    used = seen.apart | seen.whole
-    if not bool(used.all()):
-        missing = seen.rows - int(used.sum())
-        lost = f"lost in {', '.join(sorted(seen.lost))}" if seen.lost else "not reached"
-        return Truth("unknown", axis, seen.rows, (), f"{missing} of {seen.rows} rows: {lost}")
-    if not seen.heads:
-        return Truth("none", axis, seen.rows, (), "its rows are summed over in one piece")
-    runs = _together(seen)
-    count = len({head for run in runs for head in run.heads})
-    if count < 2:
-        return Truth("none", axis, seen.rows, (), "every head is given the same rows")
-    return Truth("heads", axis, seen.rows, runs, f"rows meet only inside each of {count} heads")
 
 
 def _together(seen: _Seen) -> tuple[Run, ...]:

@@ -62,7 +62,7 @@ def _lenient(model: nn.Module) -> Generator[None]:
     finally:
         for part, forward in own.items():
             if forward is None:
-                del part.__dict__["forward"]
+                part.__dict__.pop("forward", None)
             else:
                 part.forward = forward
 
@@ -96,7 +96,7 @@ def _unreached(
 ) -> Iterator[nn.Module]:
     """The parts no pass has reached, outermost first; their parts only where they fail."""
     names = {id(weight): name for name, weight in weights.items()}
-    for path, module in model.named_modules():
+    for module in model.modules():
         own = [names[id(p)] for p in module.parameters() if id(p) in names]
-        if path and own and not any(map(mixings.reached, own)):
+        if own and not any(map(mixings.reached, own)):
             yield module
