@@ -13,6 +13,7 @@ import pytest
 from muonsplit.cli import main
 
 SUBJECTS = Path(__file__).parent / "subjects"
+MODELS = Path(__file__).parents[1] / "golden" / "models"
 
 
 class Said(NamedTuple):
@@ -235,17 +236,19 @@ def test_plan_in_a_frameworks_form(run) -> None:  # type: ignore[no-untyped-def]
     assert run("plan", "llama", "--export", "no-such").code == 64
 
 
-def test_an_arbiter_settles_what_the_rules_leave_open(run) -> None:  # type: ignore[no-untyped-def]
-    """xLSTM's keys are half as wide as its stream: no field that the rules read says so."""
-    spec = ("plan", "transformers:xlstm", "--format", "json")
+def test_an_arbiter_settles_what_the_rules_leave_open(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Delta attention's 8 × 32 values are 4 × 64 by the latent attention beside it."""
+    config = json.loads((MODELS / "kimi-k3-0.40b" / "config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"num_attention_heads": 4}))
+    spec = ("plan", str(path), "--format", "json")
     alone, settled = (json.loads(run(*spec, *more).out) for more in ((), ("--arbiter", "views")))
-    name = "backbone.blocks.0.mlstm_layer.q.weight"
+    name = "model.layers.0.self_attn.v_proj.weight"
     by_rules, by_truth = (
         next(d for d in found["decisions"] if d["name"] == name) for found in (alone, settled)
     )
     assert by_rules["layout"] is None
-    assert by_truth["layout"] == "q 8×256"  # 8 heads, half of 4096
-    assert by_truth["source"] == "arbiter"
+    assert (by_truth["layout"], by_truth["source"]) == ("v 8×32", "arbiter")
 
 
 def test_a_sweep_of_one_type_reports(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

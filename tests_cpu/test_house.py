@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "certificate": {*_DRIVEN, "checks", "files"},
     "faulty": {*_DRIVEN, "checks", "certificate"},
     "goldens": {*_DRIVEN, "files", "recognition"},
-    "report": {*_DRIVEN, "recognition", "truth", "checks", "certificate", "faulty"},
+    "report": {*_DRIVEN, "recognition", "truth", "files", "checks", "certificate", "faulty"},
     "cli": {
         *_DRIVEN,
         "recognition",

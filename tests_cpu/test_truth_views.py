@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from muonsplit import Layout
+from muonsplit.errors import InputError
 from muonsplit.models.load import build, resolve
 from muonsplit.truth import Truth
 from muonsplit.truth.views import views
@@ -335,3 +336,8 @@ def test_the_config_is_not_read() -> None:
     del layer.num_key_value_groups
     model.config.num_attention_heads = model.config.num_key_value_heads = 7
     assert views(model) == before
+
+
+def test_views_ask_for_meta() -> None:
+    with pytest.raises(InputError, match=r"fused.weight is on cpu"):
+        views(Model(3 * INNER, concatenated))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from muonsplit.errors import InputError
 from muonsplit.truth import inputs
 from muonsplit.truth.answer import Truth
 from muonsplit.truth.follow import Follower
@@ -28,8 +29,17 @@ def views(model: nn.Module) -> dict[str, Truth]:
     Returns:
         A truth for every parameter of two dimensions or more, by name. What could not be followed
         is ``unknown``.
+
+    Raises:
+        InputError: If a parameter is not on ``meta``.
     """
     weights = {name: p for name, p in model.named_parameters() if p.ndim >= 2}
+    for name, weight in weights.items():
+        if not weight.is_meta:
+            raise InputError(
+                f"{name} is on {weight.device}; views are followed on meta.",
+                "Build the model under torch.device('meta').",
+            )
     mixings = Mixings({name: tuple(p.shape) for name, p in weights.items()})
     follower = Follower(Tape(weights, mixings))
     training = model.training
