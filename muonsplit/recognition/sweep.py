@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -99,9 +98,18 @@ def sweep(
 
 
 def _preload() -> None:
-    """Imports once what every process needs: they are forked from this one."""
-    for name in ("geometry", "models.load", "recognition.rows", "recognition.judge"):
-        import_module(f"muonsplit.{name}")
+    """Imports once what every process needs: they are forked from this one.
+
+    Much is imported when a first model is built and run. Nothing is differentiated here: autograd
+    starts threads, and those do not survive a fork.
+    """
+    import torch
+
+    from muonsplit.models.load import build
+    from muonsplit.recognition.rows import weight_rows
+
+    torch.set_num_threads(1)
+    weight_rows(build({"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 64}))
 
 
 def _ended(running: Mapping[Architecture, tuple[BaseProcess, float]]) -> Iterator[Architecture]:
