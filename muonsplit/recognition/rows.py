@@ -91,16 +91,21 @@ def witness_row(config: dict[str, Any], task: str | None, weights: Collection[st
     try:
         by_views, by_gradients = witnesses(config, task)
     except MuonsplitError as error:
-        return {"counts": {}, "why": [], "error": error.message}
+        return no_witnesses(error.message)
     except Exception as error:  # a model may raise anything, and costs its own row only
         said = " ".join(str(error).split())[:200]
-        return {"counts": {}, "why": [], "error": f"{type(error).__name__}: {said}"}
+        return no_witnesses(f"{type(error).__name__}: {said}")
     found = [
-        (_LAYER.sub(".N", name), *agreement(truth, by_gradients[name]))
+        (layerless, *agreement(truth, by_gradients[name]))
         for name, truth in by_views.items()
-        if name in by_gradients and _LAYER.sub(".N", name) in weights
+        if name in by_gradients and (layerless := _LAYER.sub(".N", name)) in weights
     ]
     counts = Counter(how for _, how, _ in found)
     apart = Counter((how, name, why) for name, how, why in found if how != "agree")
     why = [{"how": h, "weight": n, "why": w, "count": c} for (h, n, w), c in apart.items()]
     return {"counts": dict(sorted(counts.items())), "why": why, "error": None}
+
+
+def no_witnesses(error: str) -> Row:
+    """What stands in the place of a comparison that could not be made."""
+    return {"counts": {}, "why": [], "error": error}

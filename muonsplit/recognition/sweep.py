@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from muonsplit.files import write_whole
+from muonsplit.recognition.rows import no_witnesses
 
 # The slowest architecture takes about a tenth of it on an idle core.
 _SECONDS = 180.0
@@ -164,7 +165,7 @@ def _empty(architecture: Architecture) -> Row:
         "class": None,
         "error": None,
         "weights": [],
-        "witnesses": {"counts": {}, "why": [], "error": "not built"},
+        "witnesses": no_witnesses("not built"),
     }
 
 

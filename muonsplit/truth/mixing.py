@@ -129,7 +129,8 @@ class Mixings:
         """Query, key and value of one attention: ``[..., heads, time, width]``."""
         for rows in operands:
             for origin, maps in rows.items():
-                self.heads(origin, _overlaid([row.flatten(0, -3) for row in _condensed(maps)], [0]))
+                flat = [condensed(row).flatten(0, -3) for row in maps]
+                self.heads(origin, _overlaid(flat, [0]))
 
     def product(self, a: tuple[Rows, str], b: tuple[Rows, str], kept: str) -> None:
         """Two operands multiplied and summed.
@@ -141,7 +142,7 @@ class Mixings:
         """
         batch = [label for label in kept if label in a[1] and label in b[1]]
         operands = [
-            ({origin: _condensed(maps) for origin, maps in rows.items()}, labels)
+            ({origin: list(map(condensed, maps)) for origin, maps in rows.items()}, labels)
             for rows, labels in (a, b)
         ]
         sizes: dict[str, int] = {}
@@ -208,11 +209,6 @@ class Mixings:
         if count < 2:
             return Truth("none", axis, seen.rows, (), "every head is given the same rows")
         return Truth("heads", axis, seen.rows, runs, f"rows meet only inside each of {count} heads")
-
-
-def _condensed(maps: list[Tensor]) -> list[Tensor]:
-    """Maps without their copies, all of one number of dimensions."""
-    return [condensed(row) for row in maps]
 
 
 def _overlaid(maps: list[Tensor], heads: list[int]) -> Tensor:
