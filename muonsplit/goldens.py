@@ -173,7 +173,7 @@ def _numeric(name: str) -> bytes:
     for label, shape in _SHAPES.items():
         draw = torch.randint(-3, 4, shape, generator=generator("numeric", label))
         given = draw.to(torch.float64)
-        factor = scale_factor(arithmetic.scale, *shape[1:])
+        factor = scale_factor(arithmetic, *shape[1:])
         tensors[f"{label}.input"] = given
         tensors[f"{label}.expected"] = singular_value_oracle(given, arithmetic) * factor
     rule = {"rule": "fp64 SVD polynomial, arithmetic of the dialect, scaled by the block's shape"}

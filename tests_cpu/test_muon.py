@@ -44,7 +44,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("nesterov", [True, False], ids=["nesterov", "plain"])
-@pytest.mark.parametrize("momentum", ["ema", "sum"])
+@pytest.mark.parametrize("momentum", ["ema", "ema_muladd", "sum", "sum_alpha"])
 @pytest.mark.parametrize("decay", [0.0, 0.1], ids=["no-decay", "decay"])
 def test_two_steps_are_worked_by_hand(
     momentum: str, nesterov: bool, scale: str, decay: float
@@ -64,7 +64,7 @@ def test_two_steps_are_worked_by_hand(
         g = normal(12, 3, seed=step)
         weight.grad = g.clone()
         optimizer.step()
-        if momentum == "ema":
+        if momentum.startswith("ema"):
             buffer = beta * buffer + (1 - beta) * g
             ahead = beta * buffer + (1 - beta) * g
         else:
@@ -76,14 +76,14 @@ def test_two_steps_are_worked_by_hand(
         assert torch.allclose(weight.detach(), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("momentum", ["ema", "sum"])
+@pytest.mark.parametrize("momentum", ["ema", "ema_muladd", "sum", "sum_alpha"])
 @pytest.mark.parametrize("nesterov", [True, False], ids=["nesterov", "plain"])
 def test_momentum_by_hand(momentum: Any, nesterov: bool) -> None:
     buffer = torch.tensor([8.0])
     arithmetic = Arithmetic(momentum=momentum, nesterov=nesterov)
     update = advance_momentum(torch.tensor([4.0]), buffer, arithmetic, 0.75)
     # ema: ¾·8 + ¼·4 = 7, then ¼·4 + ¾·7; sum: ¾·8 + 4 = 10, then 4 + ¾·10.
-    after, ahead = (7.0, 6.25) if momentum == "ema" else (10.0, 11.5)
+    after, ahead = (7.0, 6.25) if momentum.startswith("ema") else (10.0, 11.5)
     assert buffer.item() == after
     assert update.item() == (ahead if nesterov else after)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -353,20 +354,22 @@ def test_another_key_flips_other_signs() -> None:
 
 LEGAL = {
     f"{form} {coefficients} {dtype}": Arithmetic(
-        form=form,
-        restarts=(2,) if form == "gram" else (),
+        form="matmul" if form == "gram" else form,
+        iteration="gram" if form == "gram" else "standard",
+        restarts=tuple(range(2, steps, 3)) if form == "gram" else (),
+        compute_dtype="float32",
         coefficients=coefficients,
         steps=steps,
         cpu_dtype=dtype,
-        cast=cast,
+        norm_dtype=norm,
         normalize=normalize,
         tall=tall,
     )
-    for form, normalize, tall, cast in [
-        ("matmul", "add", "transpose", "before"),
-        ("paren", "add", "right", "before"),
-        ("addmm", "clamp", "transpose", "after"),
-        ("gram", "add", "transpose", "after"),
+    for form, normalize, tall, norm in [
+        ("matmul", "add", "transpose", "compute"),
+        ("paren", "add", "right", "compute"),
+        ("addmm", "clamp", "transpose", "input"),
+        ("gram", "add", "transpose", "input"),
     ]
     for coefficients, steps in [
         ("jordan", 5),
@@ -447,18 +450,21 @@ def test_a_wrong_scale_exceeds_the_bound(shape: tuple[int, int], dtype: str) -> 
     assert rounding_bound(plain(*shape, 0), Arithmetic(cpu_dtype=dtype)) < 2**0.5 - 1
 
 
-@pytest.mark.parametrize("form", ["matmul", "gram"])
+@pytest.mark.parametrize("iteration", ["standard", "gram"])
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("shape", TIGHT, ids=str)
 def test_a_wrong_coefficient_exceeds_the_bound(
-    shape: tuple[int, int], which: int, form: str
+    shape: tuple[int, int], which: int, iteration: Any
 ) -> None:
     wrong = list(JORDAN)
     wrong[which] += 5e-4
     block = plain(*shape, 0).double()
     a, b, c = wrong
     found = relative(iterate(block, (a, b, c)), iterate(block))
-    assert found > rounding_bound(block, Arithmetic(cpu_dtype="float32", form=form))
+    arithmetic = Arithmetic(
+        compute_dtype="float32", cpu_dtype="float32", iteration=iteration, restarts=(2,)
+    )
+    assert found > rounding_bound(block, arithmetic)
 
 
 def test_the_bound_grows_with_the_roundoff() -> None:

@@ -39,7 +39,7 @@ def test_agrees_with_the_oracle(weight: tuple[Tensor, int, int], dialect: str) -
     made = orthogonalize(update, Layout.heads("q", heads, width), arithmetic).double().cpu()
     blocks = update.cpu().view(heads, width, -1)
     wanted = singular_value_oracle(blocks, arithmetic)
-    wanted = wanted * scale_factor(arithmetic.scale, width, update.shape[1])
+    wanted = wanted * scale_factor(arithmetic, width, update.shape[1])
     # The bound asks for the dtype of the iteration, here the accelerator's.
     here = replace(arithmetic, cpu_dtype=arithmetic.compute_dtype)
     for block, seen, exact in zip(blocks, made.view_as(wanted), wanted, strict=True):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from muonsplit.dialect import DEFAULT_DIALECT, Arithmetic, Dialect, dialect_named
 from muonsplit.layout import Layout
-from muonsplit.muon import PerHeadMuon, orthogonalize
+from muonsplit.muon import Direction, PerHeadMuon, orthogonalize
 from muonsplit.subjects.protocol import Hyper
 
 Layouts = Mapping[str, Layout | None]
@@ -27,10 +27,12 @@ class Broken(PerHeadMuon):
         super().__init__(*args, **settings)
         self._broken = broken
 
-    def orthogonalized(self, names: Sequence[str], updates: Sequence[Tensor]) -> list[Tensor]:
+    def orthogonalized(
+        self, names: Sequence[str], updates: Sequence[Tensor]
+    ) -> Sequence[Direction]:
         """See :meth:`~muonsplit.muon.PerHeadMuon.orthogonalized`."""
         return [
-            self._broken(update, self.layouts[name], self.arithmetic)
+            Direction(self._broken(update, self.layouts[name], self.arithmetic), 1.0)
             for name, update in zip(names, updates, strict=True)
         ]
 

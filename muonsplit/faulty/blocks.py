@@ -22,7 +22,7 @@ def whole_matrix_scale(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Brok
             return result
         rows, cols = update.shape
         width = rows // len(layout.blocks())
-        wrong, right = (scale_factor(arithmetic.scale, r, cols) for r in (rows, width))
+        wrong, right = (scale_factor(arithmetic, r, cols) for r in (rows, width))
         return result * (wrong / right)
 
     return broken(model, layouts, hyper, how)
@@ -107,5 +107,5 @@ def _of_norm(total: Tensor, batch: Tensor, arithmetic: Arithmetic) -> Tensor:
     """
     padded = torch.nn.functional.pad(batch, (0, 1, 0, 1))
     padded[:, -1, -1] = (total - batch.square().sum((1, 2))).clamp(min=0).sqrt()
-    factor = scale_factor(arithmetic.scale, *batch.shape[1:])
+    factor = scale_factor(arithmetic, *batch.shape[1:])
     return newton_schulz(padded, arithmetic)[:, :-1, :-1] * factor

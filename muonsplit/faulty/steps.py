@@ -10,7 +10,7 @@ from muonsplit.dialect import DEFAULT_DIALECT, Arithmetic, Dialect, dialect_name
 from muonsplit.faulty.base import Broken, Layouts, broken
 from muonsplit.faulty.registry import fault
 from muonsplit.layout import Layout
-from muonsplit.muon import orthogonalize
+from muonsplit.muon import Direction, orthogonalize
 from muonsplit.subjects.protocol import Hyper
 
 
@@ -53,11 +53,13 @@ def decay_twice(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
 class _Clipped(Broken):
     """Clips the orthogonalised updates of all weights to a global norm of one."""
 
-    def orthogonalized(self, names: Sequence[str], updates: Sequence[Tensor]) -> list[Tensor]:
+    def orthogonalized(
+        self, names: Sequence[str], updates: Sequence[Tensor]
+    ) -> Sequence[Direction]:
         """Clips what the reference makes."""
-        results = super().orthogonalized(names, updates)
+        results = [d.scaled for d in super().orthogonalized(names, updates)]
         total = torch.stack([r.norm() for r in results]).norm()
-        return [r / total.clamp(min=1.0) for r in results]
+        return [Direction(r / total.clamp(min=1.0), 1.0) for r in results]
 
 
 @fault(

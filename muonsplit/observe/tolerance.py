@@ -128,7 +128,7 @@ def _propagate(block: Tensor, arithmetic: Arithmetic) -> _Noise:
         outside = outside * _ratio(S, coefficients).square() + spread
         slope = slope * _slope(S, coefficients)
         S = _f(S, coefficients)
-    factor = GRAM if arithmetic.form == "gram" else 1.0
+    factor = GRAM if arithmetic.iteration != "standard" else 1.0
     return _Noise(inside, outside, cols - rows, norm_error * slope.abs(), S.abs(), factor)
 
 

@@ -68,7 +68,8 @@ def _block(dialect: Dialect) -> str:
 
 def _form(dialect: Dialect) -> str:
     a = dialect.arithmetic
-    return f"{a.coefficients} ×{a.steps}, {a.form}, {a.compute_dtype} ({a.cpu_dtype} on a CPU)"
+    iteration = f"{a.coefficients} ×{a.steps}, {a.iteration} {a.form}"
+    return f"{iteration}, {a.compute_dtype} ({a.cpu_dtype} on a CPU)"
 
 
 def _dialect(dialect: Dialect) -> str:

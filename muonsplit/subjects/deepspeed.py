@@ -49,7 +49,12 @@ _WITHOUT_ENGINE = ("ns_method", "stage")
 _OF_ZERO = ("parameter_alignment", "reduce_scatter", "round_robin_gradients")
 
 
-@subject(dialect="deepspeed-0.19.8", recognises=True)
+# DeepSpeed's Gram takes float16 wherever the accelerator says it has it; so do some CPUs.
+_FLOAT16 = torch.ops.mkldnn._is_mkldnn_fp16_supported()
+DIALECT = "deepspeed-0.19.8:cpu_dtype=float16" if _FLOAT16 else "deepspeed-0.19.8"
+
+
+@subject(dialect=DIALECT, recognises=True)
 def build(model: nn.Module, hyper: Hyper, **options: str) -> Stepper:
     """Builds DeepSpeed's per-head Muon for a model.
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import muonsplit
 from muonsplit.faulty.base import Broken
-from muonsplit.muon import orthogonalize
+from muonsplit.muon import Direction, orthogonalize
 
 Layouts = Mapping[str, muonsplit.Layout | None]
 
@@ -93,12 +93,15 @@ def pairs_share_a_norm(model: nn.Module, layouts: Layouts, hyper: muonsplit.Hype
 class ValueByQuery(Broken):
     """Damps each value update by the size of the query update beside it."""
 
-    def orthogonalized(self, names: Sequence[str], updates: Sequence[Tensor]) -> list[Tensor]:
-        results = super().orthogonalized(names, updates)
+    def orthogonalized(
+        self, names: Sequence[str], updates: Sequence[Tensor]
+    ) -> Sequence[Direction]:
+        results = list(super().orthogonalized(names, updates))
         sizes = {name: update.norm() for name, update in zip(names, updates, strict=True)}
         for i, name in enumerate(names):
             if "v_proj" in name:
-                results[i] = results[i] / (1 + sizes[name.replace("v_proj", "q_proj")])
+                damped = results[i].scaled / (1 + sizes[name.replace("v_proj", "q_proj")])
+                results[i] = Direction(damped, 1.0)
         return results
 
 

@@ -1,0 +1,185 @@
+"""Orthogonalisation by layout: weights to blocks, equal blocks together, blocks to weights."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonsplit.dialect import Arithmetic
+from muonsplit.errors import InputError
+from muonsplit.layout import Layout
+from muonsplit.newton_schulz import (
+    newton_schulz,
+    orthogonalize_into,
+    rounding_of,
+    scale_factor,
+)
+
+
+class Direction(NamedTuple):
+    """What a step subtracts from a weight: learning rate × rate × update.
+
+    Attributes:
+        update: Shape of the weight; in the dtype of the iteration, or float32.
+        rate: The part of the scale that goes on the learning rate; a tensor that broadcasts
+            against the weight where its blocks differ in shape.
+    """
+
+    update: Tensor
+    rate: float | Tensor
+
+    @property
+    def scaled(self) -> Tensor:
+        """The update with all of its scale."""
+        plain = isinstance(self.rate, float) and self.rate == 1.0
+        return self.update if plain else self.update * self.rate
+
+
+def orthogonalize(update: Tensor, layout: Layout | None, arithmetic: Arithmetic) -> Tensor:
+    """Orthogonalises one weight's update block by block, each scaled by its own shape.
+
+    Args:
+        update: Shape ``[rows, cols]``, or ``[experts, rows, cols]`` without a layout: every
+            expert is then a block.
+        layout: How the weight is cut; None keeps it whole.
+        arithmetic: What is computed on a block.
+
+    Returns:
+        Same shape; float32 or the dtype of the iteration.
+
+    Raises:
+        InputError: If the update is not a floating-point matrix or stack of matrices, or a block
+            has one row.
+        LayoutError: If the layout does not fit.
+    """
+    return directions([update], [layout], arithmetic)[0].scaled
+
+
+@torch.no_grad()
+def directions(
+    updates: Sequence[Tensor], layouts: Sequence[Layout | None], arithmetic: Arithmetic
+) -> list[Direction]:
+    """:func:`orthogonalize` on many weights; equal blocks of all of them are one batch.
+
+    Args:
+        updates: What momentum made of the gradients.
+        layouts: One for each.
+        arithmetic: What is computed on a block.
+    """
+    weights = [_Weight(u, layout) for u, layout in zip(updates, layouts, strict=True)]
+    alike: dict[tuple[object, ...], list[tuple[_Weight, int]]] = {}
+    for weight in weights:
+        for i, batch in enumerate(weight.batches):
+            key = (*batch.shape[-2:], batch.dtype, batch.device)
+            alike.setdefault(key, []).append((weight, i))
+    for places in alike.values():
+        for (weight, i), result in zip(places, _orthogonalized(places, arithmetic), strict=True):
+            weight.batches[i] = _scaled(result, weight, arithmetic)
+    return [weight.direction(arithmetic) for weight in weights]
+
+
+def _orthogonalized(
+    places: Sequence[tuple["_Weight", int]], arithmetic: Arithmetic
+) -> Sequence[Tensor]:
+    """Batches of blocks of one shape, orthogonalised together."""
+    sources = [weight.batches[i] for weight, i in places]
+    if arithmetic.form == "fast":
+        targets = [weight.target(i, arithmetic) for weight, i in places]
+        orthogonalize_into(sources, targets, arithmetic)
+        return targets
+    if len(sources) == 1:
+        return [newton_schulz(sources[0], arithmetic)]
+    return newton_schulz(torch.cat(sources), arithmetic).split([len(s) for s in sources])
+
+
+def _scaled(result: Tensor, weight: "_Weight", arithmetic: Arithmetic) -> Tensor:
+    """Blocks with the part of their scale that goes on the update, rounded as there."""
+    factor = weight.factor(result.shape[-2:], arithmetic)
+    if arithmetic.scale_on == "result":
+        return result.to(weight.update.dtype).mul_(factor)
+    if arithmetic.scale_on != "update":
+        if arithmetic.scale_per != "block_on_matrix":
+            return result
+        factor /= weight.matrix_factor(arithmetic)
+    return result if factor == 1.0 else rounding_of(result, arithmetic)(result.mul_(factor))
+
+
+class _Weight:
+    """One weight and its blocks, before and after."""
+
+    def __init__(self, update: Tensor, layout: Layout | None) -> None:
+        if not update.is_floating_point() or update.ndim not in (2, 3):
+            raise InputError(
+                "Muon orthogonalises a floating-point matrix, or a stack of them, got shape "
+                f"{tuple(update.shape)} and dtype {update.dtype}."
+            )
+        self.update, self.layout = update, layout
+        self.batches = self._cut()
+        self._views: list[Tensor] = []
+
+    def _cut(self) -> list[Tensor]:
+        if self.layout is None:
+            whole = self.update if self.update.ndim == 3 else self.update.unsqueeze(0)
+            return [whole] if whole.numel() else []
+        refuse_rows(self.layout)
+        return self.layout.batches(self.update)
+
+    def target(self, i: int, arithmetic: Arithmetic) -> Tensor:
+        """Where the result of a batch may be written: into the whole update, if it is a view."""
+        dtype = arithmetic.dtype_on(self.update.device)
+        if self.layout is None or self.layout.joined:
+            return self.batches[i].new_empty(self.batches[i].shape, dtype=dtype)
+        if not self._views:
+            self._written = self.update.new_empty(self.update.shape, dtype=dtype)
+            self._views = self.layout.batches(self._written)
+        return self._views[i]
+
+    def factor(self, shape: Sequence[int], arithmetic: Arithmetic) -> float:
+        """The scale of a block of a shape."""
+        if arithmetic.scale_per == "matrix":
+            return self.matrix_factor(arithmetic)
+        return scale_factor(arithmetic, *shape)
+
+    def matrix_factor(self, arithmetic: Arithmetic) -> float:
+        """The scale of the whole matrix, output × input."""
+        rows, cols = self.update.shape[-2:]
+        across = self.layout is not None and self.layout.axis
+        return scale_factor(arithmetic, *((cols, rows) if across else (rows, cols)))
+
+    def direction(self, arithmetic: Arithmetic) -> Direction:
+        """The blocks put together, and what is left of their scale."""
+        if not self.batches:
+            return Direction(self.update.clone(), 1.0)
+        update = self._joined(self.batches)
+        if arithmetic.scale_on in ("update", "result"):
+            return Direction(update, 1.0)
+        if arithmetic.scale_per == "block_on_matrix":
+            return Direction(update, self.matrix_factor(arithmetic))
+        factors = [self.factor(batch.shape[-2:], arithmetic) for batch in self.batches]
+        if len(set(factors)) == 1:
+            return Direction(update, factors[0])
+        filled = [torch.full_like(b, f) for b, f in zip(self.batches, factors, strict=True)]
+        return Direction(update, self._joined(filled))
+
+    def _joined(self, batches: Sequence[Tensor]) -> Tensor:
+        if self.layout is None:
+            return batches[0].reshape(self.update.shape)
+        if self._views and all(a is b for a, b in zip(batches, self._views, strict=True)):
+            return self._written
+        result = batches[0].new_empty(self.update.shape)
+        self.layout.write(batches, result)
+        return result
+
+
+def refuse_rows(layout: Layout) -> None:
+    """Refuses blocks of one row.
+
+    Raises:
+        InputError: If there is one: its Newton–Schulz is its direction, which is no Muon.
+    """
+    if not layout.joined and any(segment.width == 1 for segment in layout.segments):
+        raise InputError(
+            f"{layout} has blocks of one row; a vector has nothing to orthogonalise.",
+            "Leave the weight whole, or train it with AdamW.",
+        )

@@ -1,0 +1,195 @@
+"""The reference optimizer: Muon by layout, AdamW for everything else."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from muonsplit.dialect import DEFAULT_DIALECT, Dialect, dialect_named
+from muonsplit.errors import InputError
+from muonsplit.layout import Layout
+from muonsplit.muon.blocks import Direction, directions, refuse_rows
+from muonsplit.muon.momentum import advance_momentum
+from muonsplit.muon.step import apply_
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+
+# Elements whose updates are held at once; more weights than that are stepped in turn.
+_AT_ONCE = 1 << 26
+
+
+class PerHeadMuon(torch.optim.Optimizer):
+    """The reference optimizer: Muon by layout, AdamW for everything else.
+
+    Parameters named in ``layouts`` are trained by Muon, cut as their layout says (None: whole,
+    or whole per expert for a stack); all others by AdamW. The layouts are not part of the
+    state: a resumed run is cut as it is built, not as it was saved.
+
+    Args:
+        params: ``(name, parameter)`` pairs, or param groups whose ``params`` are such pairs.
+        layouts: How each Muon weight is cut, by parameter name.
+        dialect: A dialect or its name; its arithmetic is used.
+        lr: Learning rate of the Muon weights.
+        momentum: Momentum coefficient in [0, 1).
+        weight_decay: Decoupled decay: p ← p·(1 − lr·weight_decay) before the update.
+        adamw_lr: Learning rate of the other parameters.
+        betas: AdamW coefficients.
+        eps: AdamW's ε.
+
+    Raises:
+        InputError: If a hyperparameter is out of range, a parameter has no name, a name in
+            ``layouts`` is no parameter, a layout does not fit its weight, or a parameter is
+            complex, integer, sparse or no leaf.
+    """
+
+    def __init__(
+        self,
+        params: NamedParameters | Iterable[dict[str, Any]],
+        layouts: Mapping[str, Layout | None],
+        *,
+        dialect: Dialect | str = DEFAULT_DIALECT,
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        adamw_lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        chosen = dialect_named(dialect) if isinstance(dialect, str) else dialect
+        self.arithmetic = chosen.arithmetic
+        self.layouts = dict(layouts)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "adamw_lr": adamw_lr,
+            "betas": betas,
+            "eps": eps,
+        }
+        try:
+            super().__init__(params, defaults)  # pyright: ignore[reportArgumentType]
+        except ValueError as error:
+            raise InputError(f"torch refuses the parameters: {error}") from error
+        self._check()
+
+    def _check(self) -> None:
+        named: dict[str, Tensor] = {}
+        for group in self.param_groups:
+            _check_hyperparameters(group)
+            if "param_names" not in group:
+                raise InputError(
+                    "PerHeadMuon finds layouts by name; give model.named_parameters(), not "
+                    "model.parameters()."
+                )
+            named.update(zip(group["param_names"], group["params"], strict=True))
+        for name, layout in self.layouts.items():
+            if name not in named:
+                raise InputError(f"A layout is given for {name!r}, which is no parameter here.")
+            _check_weight(name, named[name], layout)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Takes one step; parameters without a gradient are left alone.
+
+        Args:
+            closure: Re-evaluates the model and returns the loss, as torch's optimizers take it.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            pairs = zip(group["param_names"], group["params"], strict=True)
+            ready = [(name, p) for name, p in pairs if p.grad is not None]
+            self._muon([(n, p) for n, p in ready if n in self.layouts], group)
+            for _, p in ((n, p) for n, p in ready if n not in self.layouts):
+                self._adamw(p, group)
+        return loss
+
+    def orthogonalized(
+        self, names: Sequence[str], updates: Sequence[Tensor]
+    ) -> Sequence[Direction]:
+        """What a step subtracts from named weights, but for the learning rate.
+
+        Args:
+            names: Weights in ``layouts``.
+            updates: What momentum made of their gradients, one a name.
+        """
+        return directions(updates, [self.layouts[n] for n in names], self.arithmetic)
+
+    def _muon(self, named: list[tuple[str, Tensor]], group: dict[str, Any]) -> None:
+        for some in _batched(named):
+            updates = [self._advanced(name, p, group["momentum"]) for name, p in some]
+            found = self.orthogonalized([name for name, _ in some], updates)
+            for (_, p), direction in zip(some, found, strict=True):
+                apply_(p, direction, self.arithmetic, group["lr"], group["weight_decay"])
+
+    def _advanced(self, name: str, p: Tensor, beta: float) -> Tensor:
+        assert p.grad is not None
+        if p.grad.layout is not torch.strided:
+            raise InputError(
+                f"The gradient of {name} is {p.grad.layout}; Muon takes dense gradients.",
+                "Train embeddings with sparse gradients by another optimizer.",
+            )
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        return advance_momentum(p.grad, state["momentum_buffer"], self.arithmetic, beta)
+
+    def _adamw(self, p: Tensor, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        state, (beta1, beta2) = self.state[p], group["betas"]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        state["step"] += 1
+        state["exp_avg"].lerp_(p.grad, 1 - beta1)
+        state["exp_avg_sq"].lerp_(p.grad.square(), 1 - beta2)
+        mean = state["exp_avg"] / (1 - beta1 ** state["step"])
+        root = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt()
+        p.mul_(1 - group["adamw_lr"] * group["weight_decay"])
+        p.addcdiv_(mean, root.add_(group["eps"]), value=-group["adamw_lr"])
+
+
+def _batched(named: Sequence[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Consecutive weights whose updates may be held at once."""
+    some: list[tuple[str, Tensor]] = []
+    for name, p in named:
+        if some and sum(q.numel() for _, q in some) + p.numel() > _AT_ONCE:
+            yield some
+            some = []
+        some.append((name, p))
+    if some:
+        yield some
+
+
+def _check_weight(name: str, weight: Tensor, layout: Layout | None) -> None:
+    shape = tuple(weight.shape)
+    if not weight.is_floating_point() or weight.layout is not torch.strided:
+        raise InputError(
+            f"{name} is {weight.dtype}, {weight.layout}; Muon needs a dense floating-point weight."
+        )
+    wanted = "2-D" if layout else "2-D or 3-D"
+    if len(shape) not in ((2,) if layout else (2, 3)):
+        raise InputError(f"{name} has shape {shape}; Muon needs it {wanted}.")
+    if layout is None:
+        return
+    if layout.rows != shape[layout.axis]:
+        raise InputError(f"{name} has shape {shape}, its layout {layout} does not fit.")
+    try:
+        refuse_rows(layout)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
+
+
+def _check_hyperparameters(group: Mapping[str, Any]) -> None:
+    for name in ("lr", "adamw_lr", "weight_decay", "eps"):
+        if not (math.isfinite(group[name]) and group[name] >= 0):
+            raise InputError(f"{name} must be a finite number ≥ 0, got {group[name]!r}.")
+    for name, value in (("momentum", group["momentum"]), *(("betas", b) for b in group["betas"])):
+        if not 0 <= value < 1:
+            raise InputError(f"{name} must lie in [0, 1), got {value!r}.")

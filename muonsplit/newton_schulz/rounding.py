@@ -1,0 +1,45 @@
+"""Rounding points: half precision emulated in float32, or left to the device."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from muonsplit.dialect import Arithmetic
+
+Rounding = Callable[[Tensor], Tensor]
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def emulated(dtype: torch.dtype, X: Tensor, arithmetic: Arithmetic) -> bool:
+    """Whether a dtype is emulated on the device of a tensor."""
+    return X.device.type == "cpu" and dtype in _HALVES and arithmetic.halves == "emulated"
+
+
+def rounding(dtype: torch.dtype, X: Tensor, arithmetic: Arithmetic) -> Rounding:
+    """How a tensor on the device of ``X`` is rounded to a dtype: not at all where it is native."""
+    if not emulated(dtype, X, arithmetic):
+        return _unchanged
+    return lambda x: x.to(dtype).to(torch.float32)
+
+
+def rounding_of(X: Tensor, arithmetic: Arithmetic) -> Rounding:
+    """How what :func:`newton_schulz` returned is rounded to its dtype."""
+    return rounding(result_dtype(X, arithmetic), X, arithmetic)
+
+
+def result_dtype(X: Tensor, arithmetic: Arithmetic) -> torch.dtype:
+    """The dtype an iteration's result has: its own, or that of the update's pre-cast."""
+    if arithmetic.pre_cast is not None:
+        return getattr(torch, arithmetic.pre_cast)
+    return arithmetic.dtype_on(X.device)
+
+
+def carrier(dtype: torch.dtype, X: Tensor, arithmetic: Arithmetic) -> torch.dtype:
+    """The dtype that holds numbers of a dtype on the device of ``X``."""
+    return torch.float32 if emulated(dtype, X, arithmetic) else dtype
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,89 @@
+"""Newton–Schulz on a batch: one road through normalisation and iteration for every arithmetic."""
+
+import torch
+from torch import Tensor
+
+from muonsplit.dialect import Arithmetic
+from muonsplit.dialect.coefficients import schedule
+from muonsplit.errors import InputError
+from muonsplit.newton_schulz.fast import aligned, orthogonalize_into
+from muonsplit.newton_schulz.gram import gram
+from muonsplit.newton_schulz.normalize import normalize
+from muonsplit.newton_schulz.products import step
+from muonsplit.newton_schulz.rounding import carrier, result_dtype, rounding
+
+
+def newton_schulz(X_BMN: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """Orthogonalises every block of a batch, without the scale.
+
+    On a CPU, for one dtype below float64 and one form, a block's result depends on its own bits
+    only, not on its neighbours or their number: blocks are made contiguous and normalised one by
+    one, and those that a batch would not keep aligned are iterated alone.
+
+    Args:
+        X_BMN: Blocks, shape ``[B, M, N]``, floating point, M and N at least 1.
+        arithmetic: Coefficients, form, dtypes and normalisation.
+
+    Returns:
+        Shape ``[B, M, N]``, in the dtype of the iteration or of the pre-cast; float32 where that
+        is emulated.
+
+    Raises:
+        InputError: If the batch is not 3-D, empty, or not floating point.
+        UsageError: If the arithmetic names no known coefficient set.
+    """
+    if X_BMN.ndim != 3 or not X_BMN.is_floating_point() or 0 in X_BMN.shape:
+        raise InputError(
+            "Newton–Schulz takes a non-empty floating-point batch [blocks, rows, columns], got "
+            f"shape {tuple(X_BMN.shape)} and dtype {X_BMN.dtype}."
+        )
+    if arithmetic.form == "fast":
+        result = torch.empty_like(
+            X_BMN, dtype=arithmetic.dtype_on(X_BMN.device), memory_format=torch.contiguous_format
+        )
+        orthogonalize_into([X_BMN], [result], arithmetic)
+        return result
+    if len(X_BMN) > 1 and not aligned(X_BMN):
+        return torch.cat([_iterate(X.unsqueeze(0), arithmetic) for X in X_BMN])
+    return _iterate(X_BMN, arithmetic)
+
+
+def _iterate(X: Tensor, arithmetic: Arithmetic) -> Tensor:
+    tall = X.size(-2) > X.size(-1)
+    flipped = tall and arithmetic.tall == "transpose"
+    right = tall and not flipped
+    square = X.size(-2) == X.size(-1)
+    dtype, steps = arithmetic.dtype_on(X.device), schedule(arithmetic)
+    X = _normalized(X, flipped, arithmetic)
+    q = rounding(dtype, X, arithmetic)
+    X = q(X.to(carrier(dtype, X, arithmetic)))
+    if arithmetic.iteration == "gram" and not square and steps:
+        side = "flipped" if flipped else "right" if right else "left"
+        X = gram(X, steps, arithmetic.restarts, arithmetic.form, side, q)
+    else:
+        for coefficients in steps:
+            X = step(X, coefficients, right, arithmetic.form, q)
+    dtype = result_dtype(X, arithmetic)
+    X = rounding(dtype, X, arithmetic)(X.to(carrier(dtype, X, arithmetic)))
+    return X.mT if flipped else X
+
+
+def _normalized(X: Tensor, flipped: bool, arithmetic: Arithmetic) -> Tensor:
+    """The blocks over their norms, in the dtype of the normalisation."""
+    if arithmetic.pre_cast is not None:
+        X = X.to(getattr(torch, arithmetic.pre_cast)).to(X.dtype)
+    dtype = _norm_dtype(X, arithmetic)
+    q = rounding(dtype, X, arithmetic)
+    X = q(X.to(carrier(dtype, X, arithmetic))).contiguous()
+    return normalize(X.mT if flipped else X, arithmetic, q)
+
+
+def _norm_dtype(X: Tensor, arithmetic: Arithmetic) -> torch.dtype:
+    dtype = arithmetic.dtype_on(X.device)
+    # float16 ends at 65504, where a finite norm is easily infinite.
+    named = {
+        "input": torch.float32 if X.dtype is torch.float16 else X.dtype,
+        "compute": dtype,
+        "float32": torch.float32,
+    }[arithmetic.norm_dtype]
+    return torch.float64 if dtype is torch.float64 else named
