@@ -59,7 +59,8 @@ class Arithmetic:
             the learning rate on the update, rounded as one ``step``.
         scale_per: Whether the shape is that of the ``block`` or of the whole ``matrix``, or the
             block's over the matrix's on the update and the matrix's on the rest.
-        decay: p ← p·(1 − rate·decay) as ``mul`` or ``add``, or ``folded`` into the update.
+        decay: p ← p·(1 − rate·decay) as ``mul`` or ``add``, or the update has decay·p
+            ``folded`` in, or ``folded_rounded`` in the dtype of the iteration.
         decay_rate: Whether that rate is the ``base`` learning rate or ``adjusted`` by the scale.
         foreach: Whether lists of tensors are stepped at once. On a CPU that rounds factors to the
             dtype of bfloat16 parameters.
@@ -87,12 +88,12 @@ class Arithmetic:
     extra_scale: float = 1.0
     scale_on: Literal["update", "result", "rate", "step"] = "update"
     scale_per: Literal["block", "matrix", "block_on_matrix"] = "block"
-    decay: Literal["mul", "add", "folded"] = "mul"
+    decay: Literal["mul", "add", "folded", "folded_rounded"] = "mul"
     decay_rate: Literal["base", "adjusted"] = "base"
     foreach: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:
+        if self.steps < 0:
             raise UsageError(f"steps must be a whole number ≥ 0, got {self.steps!r}.")
         if self.form == "fast" and self.cpu_dtype not in ("float32", "float64"):
             raise UsageError(

@@ -1,9 +1,9 @@
 """Momentum: what is kept from step to step, and what is orthogonalised."""
 
-import torch
 from torch import Tensor
 
 from muonsplit.dialect import Arithmetic
+from muonsplit.muon.foreach import add_, lerp_, mul_
 
 
 def advance_momentum(
@@ -22,10 +22,10 @@ def advance_momentum(
     """
     form = arithmetic.momentum
     if form in ("ema", "ema_plus_g"):
-        _lerp_(buffer, gradient, 1 - beta, arithmetic.foreach)
+        lerp_(buffer, gradient, 1 - beta, arithmetic.foreach)
     else:
-        _mul_(buffer, beta, arithmetic.foreach)
-        buffer.add_(gradient, alpha=1 - beta if form == "ema_muladd" else 1)
+        mul_(buffer, beta, arithmetic.foreach)
+        add_(buffer, gradient, 1 - beta if form == "ema_muladd" else 1.0, arithmetic.foreach)
     return _ahead(gradient, buffer, form, beta) if arithmetic.nesterov else buffer
 
 
@@ -40,17 +40,3 @@ def _ahead(gradient: Tensor, buffer: Tensor, form: str, beta: float) -> Tensor:
     if form == "sum":
         return buffer * beta + gradient
     return gradient.add(buffer, alpha=beta)
-
-
-def _mul_(x: Tensor, factor: float, foreach: bool) -> None:
-    if foreach:
-        torch._foreach_mul_([x], factor)
-    else:
-        x.mul_(factor)
-
-
-def _lerp_(x: Tensor, towards: Tensor, weight: float, foreach: bool) -> None:
-    if foreach:
-        torch._foreach_lerp_([x], [towards], weight)
-    else:
-        x.lerp_(towards, weight)

@@ -1,10 +1,10 @@
 """The step itself: decay, and the update times the learning rate, each where it is rounded."""
 
-import torch
 from torch import Tensor
 
 from muonsplit.dialect import Arithmetic
 from muonsplit.muon.blocks import Direction
+from muonsplit.muon.foreach import add_, mul_
 from muonsplit.newton_schulz import rounding_of
 
 Rate = float | Tensor
@@ -22,38 +22,38 @@ def apply_(
         lr: Learning rate.
         decay: Weight decay coefficient.
     """
-    update, adjusted = direction.update, lr * direction.rate
-    _decay(parameter, lr if arithmetic.decay_rate == "base" else adjusted, decay, arithmetic)
-    if arithmetic.decay.startswith("folded") and decay:
+    rate = lr * direction.rate
+    _decay(parameter, lr if arithmetic.decay_rate == "base" else rate, decay, arithmetic)
+    update, q = direction.update, rounding_of(direction.update, arithmetic)
+    if decay and arithmetic.decay in ("folded", "folded_rounded"):
+        held = update.dtype
         update = update + decay * parameter
         if arithmetic.decay == "folded_rounded":
-            update = rounding_of(update, arithmetic)(update).to(direction.update.dtype)
+            update = q(update).to(held)
+        else:
+            q = _unrounded
     if arithmetic.scale_on == "step":
-        stepped = update * adjusted
-        if update.dtype == direction.update.dtype and arithmetic.decay != "folded":
-            stepped = rounding_of(stepped, arithmetic)(stepped)
-        parameter.sub_(stepped)
-    elif isinstance(adjusted, Tensor):
-        parameter.sub_(update.to(parameter.dtype) * adjusted)
+        parameter.sub_(q(update * rate))
+    elif isinstance(rate, Tensor):
+        parameter.sub_(update.to(parameter.dtype) * rate)
     else:
-        _add_(parameter, update.to(parameter.dtype), -adjusted, arithmetic.foreach)
+        add_(parameter, update.to(parameter.dtype), -rate, arithmetic.foreach)
 
 
 def _decay(parameter: Tensor, rate: Rate, decay: float, arithmetic: Arithmetic) -> None:
-    if arithmetic.decay == "mul":
-        kept = 1 - rate * decay
-        if arithmetic.foreach and isinstance(kept, float):
-            torch._foreach_mul_([parameter], kept)
+    if arithmetic.decay == "add":
+        lost = rate * decay
+        if isinstance(lost, Tensor):
+            parameter.sub_(parameter * lost)
         else:
+            parameter.add_(parameter, alpha=-lost)
+    elif arithmetic.decay == "mul":
+        kept = 1 - rate * decay
+        if isinstance(kept, Tensor):
             parameter.mul_(kept)
-    elif arithmetic.decay == "add" and isinstance(rate, Tensor):
-        parameter.sub_(parameter * (rate * decay))
-    elif arithmetic.decay == "add":
-        parameter.add_(parameter, alpha=-rate * decay)
+        else:
+            mul_(parameter, kept, arithmetic.foreach)
 
 
-def _add_(parameter: Tensor, update: Tensor, alpha: float, foreach: bool) -> None:
-    if foreach:
-        torch._foreach_add_([parameter], [update], alpha=alpha)
-    else:
-        parameter.add_(update, alpha=alpha)
+def _unrounded(x: Tensor) -> Tensor:
+    return x
