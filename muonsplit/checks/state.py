@@ -119,8 +119,9 @@ def _recurrence(
     arithmetic, exact = case.dialect.arithmetic, case.dialect.arithmetic.exact()
     p = start.double()
     buffer, slack = torch.zeros_like(p), 0.0
-    for step, each in zip(steps, stated, strict=True):
-        update = advance_momentum(step[d.name].double(), buffer, arithmetic, each.momentum)
+    for count, (step, each) in enumerate(zip(steps, stated, strict=True), 1):
+        gradient = step[d.name].double()
+        update = advance_momentum(gradient, buffer, arithmetic, each.momentum, count)
         bound = case.bound(d, update)
         wanted = orthogonalize(update, d.layout, exact)
         p = p * (1 - each.lr * each.weight_decay) - each.lr * wanted

@@ -26,20 +26,26 @@ class Arithmetic:
     Attributes:
         momentum: m ← βm + (1−β)g as ``ema`` (one lerp) or ``ema_muladd`` (a product and a
             multiply-add); m ← βm + g as ``sum`` or ``sum_alpha``, which differ in how the Nesterov
-            step is rounded; ``ema_plus_g`` adds the average to the gradient instead.
+            step is rounded; ``ema_plus_g`` adds the average to the gradient instead;
+            ``ema_debiased`` divides both by what they have seen, as Adam does.
         nesterov: Whether the update is one more momentum step ahead of the buffer.
         beta: Default momentum coefficient.
+        buffer_dtype: Dtype of the momentum buffer: the ``parameter``'s or ``float32``.
+        step_dtype: Dtype in which momentum and the step are computed; the parameter and its buffer
+            are rounded when they are stored.
         coefficients: Name in :data:`muonsplit.newton_schulz.COEFFICIENTS`.
         steps: Newton–Schulz steps.
         past_end: Whether a coefficient set shorter than the steps begins anew or repeats its last.
         iteration: ``standard`` on the block, ``gram`` on its Gram matrix where the block is not
-            square, ``auto`` whichever takes fewer operations.
+            square, ``gram_always`` where it is too, ``auto`` whichever takes fewer operations.
         restarts: Steps before which the Gram iteration goes back to the full matrix.
         form: Order of the products: ``matmul`` (c·A)·A, ``paren`` c·(A·A), ``addmm`` fused
-            multiply-adds, ``paren_addmm`` both, ``factored`` (aI + (bI + cA)A)X, ``fast`` whatever
-            is quickest: the same numbers up to rounding, which no framework has bit by bit.
-        tall: What is done with more rows than columns: ``transpose`` it, or multiply from the
-            ``right``.
+            multiply-adds, ``addmm_diagonal`` these with aI added in a Gram iteration as numbers,
+            ``paren_gram`` ``paren`` on blocks and multiply-adds on Gram matrices, ``factored``
+            (aI + (bI + cA)A)X, ``fast`` whatever is quickest: the same numbers up to rounding, but
+            nobody's bits.
+        tall: What is done with more rows than columns: ``transpose`` it, with a
+            ``transpose_copy`` before the iteration, or multiply from the ``right``.
         compute_dtype: Dtype of the iteration on an accelerator.
         cpu_dtype: Dtype of the iteration on a CPU.
         halves: Whether half precision on a CPU is ``emulated``, operands rounded and multiplied in
@@ -59,23 +65,29 @@ class Arithmetic:
             the learning rate on the update, rounded as one ``step``.
         scale_per: Whether the shape is that of the ``block`` or of the whole ``matrix``, or the
             block's over the matrix's on the update and the matrix's on the rest.
+        rate_tensor: Whether learning rates are float32 tensors, not numbers; a product rounds them
+            to the dtype of the update.
         decay: p ← p·(1 − rate·decay) as ``mul`` or ``add``, or the update has decay·p
             ``folded`` in, or ``folded_rounded`` in the dtype of the iteration.
         decay_rate: Whether that rate is the ``base`` learning rate or ``adjusted`` by the scale.
-        foreach: Whether lists of tensors are stepped at once. On a CPU that rounds factors to the
-            dtype of bfloat16 parameters.
+        foreach: Whether ``momentum`` or ``all`` of the step is done on lists of tensors. On a CPU
+            that rounds factors to the dtype of bfloat16 tensors.
     """
 
-    momentum: Literal["ema", "ema_muladd", "sum", "sum_alpha", "ema_plus_g"] = "ema"
+    momentum: Literal["ema", "ema_muladd", "sum", "sum_alpha", "ema_plus_g", "ema_debiased"] = "ema"
     nesterov: bool = True
     beta: float = 0.95
+    buffer_dtype: Literal["parameter", "float32"] = "parameter"
+    step_dtype: Literal["parameter", "float32"] = "parameter"
     coefficients: str = "jordan"
     steps: int = 5
     past_end: Literal["cycle", "repeat_last"] = "cycle"
-    iteration: Literal["standard", "gram", "auto"] = "standard"
+    iteration: Literal["standard", "gram", "gram_always", "auto"] = "standard"
     restarts: tuple[int, ...] = ()
-    form: Literal["matmul", "paren", "addmm", "paren_addmm", "factored", "fast"] = "matmul"
-    tall: Literal["transpose", "right"] = "transpose"
+    form: Literal[
+        "matmul", "paren", "addmm", "addmm_diagonal", "paren_gram", "factored", "fast"
+    ] = "matmul"
+    tall: Literal["transpose", "transpose_copy", "right"] = "transpose"
     compute_dtype: DTypeName = "bfloat16"
     cpu_dtype: DTypeName = "bfloat16"
     halves: Literal["emulated", "native"] = "emulated"
@@ -88,9 +100,10 @@ class Arithmetic:
     extra_scale: float = 1.0
     scale_on: Literal["update", "result", "rate", "step"] = "update"
     scale_per: Literal["block", "matrix", "block_on_matrix"] = "block"
+    rate_tensor: bool = False
     decay: Literal["mul", "add", "folded", "folded_rounded"] = "mul"
     decay_rate: Literal["base", "adjusted"] = "base"
-    foreach: bool = False
+    foreach: Literal["none", "momentum", "all"] = "none"
 
     def __post_init__(self) -> None:
         if self.steps < 0:

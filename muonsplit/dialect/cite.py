@@ -5,7 +5,7 @@ from dataclasses import fields
 from muonsplit.dialect.arithmetic import Arithmetic
 from muonsplit.dialect.rules import SplitRule
 
-MOMENTUM = ("momentum", "nesterov", "beta")
+MOMENTUM = ("momentum", "nesterov", "beta", "buffer_dtype", "step_dtype")
 SCALE = ("scale", "extra_scale", "scale_on", "scale_per")
 ARITHMETIC = tuple(f.name for f in fields(Arithmetic) if f.name != "halves")
 SPLIT = tuple(f.name for f in fields(SplitRule))

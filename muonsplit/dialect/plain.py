@@ -29,18 +29,19 @@ PLAIN = (
     ),
     _whole(
         "pytorch-optimizer-4.1.0",
-        replace(TORCH, foreach=True, past_end="repeat_last"),
+        replace(TORCH, foreach="all", past_end="repeat_last", tall="transpose_copy"),
         "pytorch-optimizer 4.1.0, optimizer/muon/base.py and utils/matrix.py",
     ),
     _whole(
         "pytorch-optimizer-4.1.0-gram",
         replace(
             TORCH,
-            foreach=True,
+            foreach="all",
             past_end="repeat_last",
-            iteration="gram",
+            iteration="gram_always",
             restarts=(2,),
-            tall="right",
+            form="addmm_diagonal",
+            tall="transpose_copy",
             compute_dtype="float16",
             cpu_dtype="float16",
             norm_dtype="float32",

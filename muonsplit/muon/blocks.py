@@ -21,7 +21,8 @@ class Direction(NamedTuple):
     """What a step subtracts from a weight: learning rate × rate × update.
 
     Attributes:
-        update: Shape of the weight; in the dtype of the iteration, or float32.
+        update: Shape of the weight. Where all of the scale is on it, it has the weight's dtype,
+            else that of the iteration.
         rate: The part of the scale that goes on the learning rate; a tensor that broadcasts
             against the weight where its blocks differ in shape.
     """
@@ -46,7 +47,7 @@ def orthogonalize(update: Tensor, layout: Layout | None, arithmetic: Arithmetic)
         arithmetic: What is computed on a block.
 
     Returns:
-        Same shape; float32 or the dtype of the iteration.
+        Same shape; the dtype of the update or of the iteration.
 
     Raises:
         InputError: If the update is not a floating-point matrix or stack of matrices, or a block
@@ -102,7 +103,9 @@ def _scaled(result: Tensor, weight: "_Weight", arithmetic: Arithmetic) -> Tensor
         if arithmetic.scale_per != "block_on_matrix":
             return result
         factor /= weight.matrix_factor(arithmetic)
-    return result if factor == 1.0 else rounding_of(result, arithmetic)(result.mul_(factor))
+    if factor != 1.0:
+        result = rounding_of(result, arithmetic)(result.mul_(factor))
+    return result.to(weight.update.dtype) if arithmetic.scale_on == "update" else result
 
 
 class _Weight:

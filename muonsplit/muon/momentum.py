@@ -1,5 +1,6 @@
 """Momentum: what is kept from step to step, and what is orthogonalised."""
 
+import torch
 from torch import Tensor
 
 from muonsplit.dialect import Arithmetic
@@ -7,26 +8,47 @@ from muonsplit.muon.foreach import add_, lerp_, mul_
 
 
 def advance_momentum(
-    gradient: Tensor, buffer: Tensor, arithmetic: Arithmetic, beta: float
+    gradient: Tensor, buffer: Tensor, arithmetic: Arithmetic, beta: float, step: int = 1
 ) -> Tensor:
     """Takes one momentum step.
 
     Args:
         gradient: Any shape; read only.
-        buffer: Same shape; updated in place.
+        buffer: Same shape, its own dtype; updated in place.
         arithmetic: Its ``momentum`` and ``nesterov`` choose the form.
         beta: Momentum coefficient in [0, 1).
+        step: Gradients seen, this one included; only ``ema_debiased`` asks.
 
     Returns:
         What is to be orthogonalised; a new tensor, or the buffer itself without Nesterov.
     """
-    form = arithmetic.momentum
-    if form in ("ema", "ema_plus_g"):
-        lerp_(buffer, gradient, 1 - beta, arithmetic.foreach)
+    if arithmetic.step_dtype == "float32" and buffer.dtype != torch.float64:
+        wide, kept = gradient.float(), buffer.float()
+        ahead = _advance(wide, kept, arithmetic, beta, step)
+        buffer.copy_(kept)
+        return ahead
+    return _advance(gradient, buffer, arithmetic, beta, step)
+
+
+def _advance(
+    gradient: Tensor, buffer: Tensor, arithmetic: Arithmetic, beta: float, step: int
+) -> Tensor:
+    form, foreach = arithmetic.momentum, arithmetic.foreach != "none"
+    if form in ("ema", "ema_plus_g", "ema_debiased"):
+        lerp_(buffer, gradient, 1 - beta, foreach)
     else:
-        mul_(buffer, beta, arithmetic.foreach)
-        add_(buffer, gradient, 1 - beta if form == "ema_muladd" else 1.0, arithmetic.foreach)
+        mul_(buffer, beta, foreach)
+        add_(buffer, gradient, 1 - beta if form == "ema_muladd" else 1.0, foreach)
+    if form == "ema_debiased":
+        return _debiased(gradient, buffer, arithmetic.nesterov, beta, step)
     return _ahead(gradient, buffer, form, beta) if arithmetic.nesterov else buffer
+
+
+def _debiased(gradient: Tensor, buffer: Tensor, nesterov: bool, beta: float, step: int) -> Tensor:
+    if not nesterov:
+        return buffer / (1 - beta**step)
+    ahead = buffer / (1 - beta ** (step + 1))
+    return beta * ahead + (1 - beta) * (gradient / (1 - beta**step))
 
 
 def _ahead(gradient: Tensor, buffer: Tensor, form: str, beta: float) -> Tensor:

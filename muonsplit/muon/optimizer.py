@@ -138,8 +138,12 @@ class PerHeadMuon(torch.optim.Optimizer):
             )
         state = self.state[p]
         if not state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        return advance_momentum(p.grad, state["momentum_buffer"], self.arithmetic, beta)
+            wide = self.arithmetic.buffer_dtype == "float32" and p.dtype is not torch.float64
+            dtype = torch.float32 if wide else p.dtype
+            state.update(step=0, momentum_buffer=torch.zeros_like(p, dtype=dtype))
+        state["step"] += 1
+        buffer = state["momentum_buffer"]
+        return advance_momentum(p.grad, buffer, self.arithmetic, beta, state["step"])
 
     def _adamw(self, p: Tensor, group: dict[str, Any]) -> None:
         assert p.grad is not None

@@ -10,7 +10,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from muonsplit.dialect.coefficients import Coefficients
-from muonsplit.newton_schulz.products import PRODUCTS, gram_matrix, plus_diagonal
+from muonsplit.newton_schulz.products import PRODUCTS, Products, gram_matrix, plus_diagonal
 from muonsplit.newton_schulz.rounding import Rounding
 
 
@@ -44,22 +44,31 @@ def gram(
     right = side == "right"
     runs = segments(steps, restarts)
     for run in runs:
-        Q = _polynomial(gram_matrix(X, right, q), run, form, q)
+        Q = _polynomial(gram_matrix(X, right, q), run, PRODUCTS[form], side, q)
         if side == "flipped" and run is runs[-1]:
             return q(X.mT @ Q.mT).mT
         X = q(X @ Q if right else Q @ X)
     return X
 
 
-def _polynomial(R: Tensor, run: Sequence[Coefficients], form: str, q: Rounding) -> Tensor:
+def _polynomial(
+    R: Tensor, run: Sequence[Coefficients], products: Products, side: str, q: Rounding
+) -> Tensor:
     """The Q of a run of steps, from its first Gram matrix."""
-    products = PRODUCTS[form]
     Q: Tensor | None = None
     for i, (a, b, c) in enumerate(run):
         Z = products.square(R, b, c, q)
-        Q = plus_diagonal(Z, a, q) if Q is None else products.add(Q, a, Z, Q, q)
+        if Q is None:
+            Q = plus_diagonal(Z, _rounded(a, Z, q) if products.identity else a, q)
+        else:
+            Q = products.add(Q, a, *((Q, Z) if side in products.q_first else (Z, Q)), q)
         if i + 1 < len(run):
-            RZ = products.add(R, a, *((R, Z) if products.commuted else (Z, R)), q)
+            RZ = products.add(R, a, *((R, Z) if products.r_first else (Z, R)), q)
             R = products.add(RZ, a, Z, RZ, q)
     assert Q is not None
     return Q
+
+
+def _rounded(a: float, like: Tensor, q: Rounding) -> float:
+    """A number as a matrix of the iteration's dtype holds it."""
+    return float(q(like.new_tensor(a)))

@@ -16,13 +16,17 @@ class Products(NamedTuple):
     Attributes:
         square: (A, b, c, q) → bA + cA².
         add: (C, a, L, R, q) → aC + LR.
-        commuted: Whether the Gram iteration takes RZ rather than ZR, which are equal but for
-            rounding.
+        r_first: Whether the Gram iteration takes RZ rather than ZR, equal but for rounding.
+        q_first: On which side of a block it takes QZ rather than ZQ.
+        identity: Whether aI is a matrix of the iteration's dtype, so that a is rounded, rather
+            than a number that is added to a diagonal.
     """
 
     square: Callable[[Tensor, float, float, Rounding], Tensor]
     add: Callable[[Tensor, float, Tensor, Tensor, Rounding], Tensor]
-    commuted: bool
+    r_first: bool = False
+    q_first: frozenset[str] = frozenset()
+    identity: bool = False
 
 
 def _matmul_square(A: Tensor, b: float, c: float, q: Rounding) -> Tensor:
@@ -45,12 +49,16 @@ def _addmm_add(C: Tensor, a: float, left: Tensor, right: Tensor, q: Rounding) ->
     return q(torch.baddbmm(C, left, right, beta=a))
 
 
+_BOTH = frozenset({"left", "right"})
 PRODUCTS = {
-    "matmul": Products(_matmul_square, _matmul_add, commuted=False),
-    "paren": Products(_paren_square, _matmul_add, commuted=False),
-    "addmm": Products(_addmm_square, _addmm_add, commuted=True),
-    "paren_addmm": Products(_paren_square, _addmm_add, commuted=True),
+    "matmul": Products(_matmul_square, _matmul_add),
+    "paren": Products(_paren_square, _matmul_add),
+    "addmm": Products(_addmm_square, _addmm_add, True, _BOTH, identity=True),
+    "addmm_diagonal": Products(_addmm_square, _addmm_add, True, _BOTH),
+    "paren_gram": Products(_paren_square, _addmm_add, True, frozenset({"right"})),
 }
+# The forms of a standard step that are named otherwise in a Gram iteration.
+_STANDARD = {"paren_gram": "paren", "addmm_diagonal": "addmm"}
 
 
 def plus_diagonal(A: Tensor, a: float, q: Rounding) -> Tensor:
@@ -72,6 +80,6 @@ def step(X: Tensor, coefficients: Coefficients, right: bool, form: str, q: Round
     if form == "factored":
         B = plus_diagonal(q(q(plus_diagonal(q(c * A), b, q)) @ A), a, q)
         return q(X @ B if right else B @ X)
-    products = PRODUCTS[form]
+    products = PRODUCTS[_STANDARD.get(form, form)]
     B = products.square(A, b, c, q)
     return products.add(X, a, *((X, B) if right else (B, X)), q)

@@ -6,7 +6,7 @@ from torch import Tensor
 from muonsplit.dialect import Arithmetic
 from muonsplit.dialect.coefficients import schedule
 from muonsplit.errors import InputError
-from muonsplit.newton_schulz.fast import aligned, orthogonalize_into
+from muonsplit.newton_schulz.fast import aligned, gram_pays, orthogonalize_into
 from muonsplit.newton_schulz.gram import gram
 from muonsplit.newton_schulz.normalize import normalize
 from muonsplit.newton_schulz.products import step
@@ -50,15 +50,17 @@ def newton_schulz(X_BMN: Tensor, arithmetic: Arithmetic) -> Tensor:
 
 def _iterate(X: Tensor, arithmetic: Arithmetic) -> Tensor:
     tall = X.size(-2) > X.size(-1)
-    flipped = tall and arithmetic.tall == "transpose"
-    right = tall and not flipped
-    square = X.size(-2) == X.size(-1)
+    right = tall and arithmetic.tall == "right"
+    flipped = tall and not right
     dtype, steps = arithmetic.dtype_on(X.device), schedule(arithmetic)
     X = _normalized(X, flipped, arithmetic)
     q = rounding(dtype, X, arithmetic)
     X = q(X.to(carrier(dtype, X, arithmetic)))
-    if arithmetic.iteration == "gram" and not square and steps:
-        side = "flipped" if flipped else "right" if right else "left"
+    if arithmetic.tall == "transpose_copy":
+        X = X.contiguous()
+    if steps and _on_gram(X, arithmetic):
+        left = "flipped" if flipped and arithmetic.tall == "transpose" else "left"
+        side = "right" if right else left
         X = gram(X, steps, arithmetic.restarts, arithmetic.form, side, q)
     else:
         for coefficients in steps:
@@ -66,6 +68,17 @@ def _iterate(X: Tensor, arithmetic: Arithmetic) -> Tensor:
     dtype = result_dtype(X, arithmetic)
     X = rounding(dtype, X, arithmetic)(X.to(carrier(dtype, X, arithmetic)))
     return X.mT if flipped else X
+
+
+def _on_gram(X: Tensor, arithmetic: Arithmetic) -> bool:
+    """Whether blocks of a shape are iterated on their Gram matrices."""
+    short, long = sorted(X.shape[-2:])
+    return {
+        "standard": False,
+        "gram": long > short,
+        "gram_always": True,
+        "auto": gram_pays(short, long),
+    }[arithmetic.iteration]
 
 
 def _normalized(X: Tensor, flipped: bool, arithmetic: Arithmetic) -> Tensor:

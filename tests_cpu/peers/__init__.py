@@ -1,0 +1,1 @@
+"""Peer optimizers of the registry, each driven as its own documentation drives it."""
