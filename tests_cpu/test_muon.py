@@ -170,7 +170,7 @@ def test_layouts_are_not_saved() -> None:
     assert set(state) == {"state", "param_groups"}
     assert "layout" not in repr(state).lower()
     assert {frozenset(kept) for kept in state["state"].values()} == {
-        frozenset({"momentum_buffer"}),
+        frozenset({"momentum_buffer", "step"}),
         frozenset({"step", "exp_avg", "exp_avg_sq"}),
     }
 

@@ -114,8 +114,8 @@ def test_gram_is_standard_in_float64(
 @pytest.mark.parametrize(
     ("iteration", "form"),
     [
-        *(("standard", form) for form in ("matmul", "paren", "addmm", "paren_addmm", "factored")),
-        *(("gram", form) for form in ("matmul", "addmm", "paren_addmm")),
+        *(("standard", form) for form in ("matmul", "paren", "addmm", "paren_gram", "factored")),
+        *(("gram", form) for form in ("matmul", "addmm", "addmm_diagonal", "paren_gram")),
     ],
     ids="-".join,
 )

@@ -12,7 +12,7 @@ from muonsplit.dialect import Dialect
 from muonsplit.geometry import Decision, Plan
 from muonsplit.layout import Layout
 from muonsplit.models.load import Config
-from muonsplit.muon import advance_momentum
+from muonsplit.muon import advance_momentum, directions
 from muonsplit.observe import gradients
 from muonsplit.observe.cut import Cut, differing_lines, scan, turned_lines
 from muonsplit.observe.tolerance import rounding_bound
@@ -221,6 +221,11 @@ class Case:
         gradient = (self.gradients if drawn is None else drawn)[weight].double()
         beta = self.stated(weight, self.base.settings[0]).momentum
         return advance_momentum(gradient, torch.zeros_like(gradient), self.dialect.arithmetic, beta)
+
+    def rate(self, decision: Decision) -> float | Tensor:
+        """The part of a weight's scale that its dialect puts on the learning rate."""
+        update = self.direction(decision.name)
+        return directions([update], [decision.layout], self.dialect.arithmetic.exact())[0].rate
 
     def bound(self, decision: Decision, direction: Tensor | None = None) -> float:
         """The largest relative error that rounding may cause in one block of a weight.

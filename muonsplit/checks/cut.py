@@ -19,7 +19,7 @@ def split(case: Case) -> Findings:
     Seen in public: tags dropped on some code paths (DeepSpeed #8612: stage 0, and flat partitions
     that need padding), fused or MLA names that a recogniser does not know (Megatron, xtuner).
     """
-    planned = [d for d in case.weights if d.layout is not None]
+    planned = [d for d in case.weights if not _planned_whole(d)]
     if not case.plan.split:
         raise SkipError("the plan splits no weight of this model")
     for d in planned:
@@ -37,11 +37,16 @@ def whole(case: Case) -> Findings:
     rows confirm beside it (released DeepSpeed 0.19.8).
     """
     for d in case.weights:
-        if d.layout is None and len(d.shape) == 2 and not case.rows[d.name].whole:
+        if _planned_whole(d) and len(d.shape) == 2 and not case.rows[d.name].whole:
             seen = case.rows[d.name]
             blocks = len(seen.blocks)
             said = f"observed as {blocks} heads of {d.shape[0] // blocks} rows, planned whole"
             yield Finding(d.name, f"{said}: {d.reason}", "whole", str(seen), _explained(case, d))
+
+
+def _planned_whole(d: Decision) -> bool:
+    """Whether a weight is one block: not split, or as many heads a block as it has."""
+    return d.layout is None or d.layout.is_whole
 
 
 @check("cut.rows", "every split weight is cut at the planned rows")

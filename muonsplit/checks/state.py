@@ -9,7 +9,7 @@ from torch import Tensor
 from muonsplit.checks.case import Case, Stated
 from muonsplit.checks.registry import BLIND, Finding, Findings, UndecidedError, check
 from muonsplit.geometry import Decision
-from muonsplit.muon import advance_momentum, orthogonalize
+from muonsplit.muon import Direction, advance_momentum, apply_, directions
 from muonsplit.observe import gradients
 
 _STEPS = 3
@@ -46,7 +46,8 @@ def momentum(case: Case) -> Findings:
 def decay(case: Case) -> Findings:
     """Three steps with decay from two starts, compared with each other and with float64.
 
-    Between the two runs the updates cancel: what is left shrinks by 1 − lr·decay a step, exactly.
+    Between the two runs the updates cancel: what is left shrinks by 1 − rate·decay a step, exactly,
+    the rate being the learning rate or, where the dialect says so, the adjusted one.
     One run must also follow the recurrence, so that nothing else changes when decay is on. Fails
     for decay folded into the gradient, applied after the update, twice or once only, from an
     adjusted learning rate, and for an option that turns something else off.
@@ -56,9 +57,7 @@ def decay(case: Case) -> Findings:
     runs = [case.run(steps, start, _DECAY) for start in starts]
     for d in case.weights:
         stated = [case.stated(d.name, settings, _DECAY) for settings in runs[0].settings]
-        kept = 1.0
-        for each in stated:
-            kept *= 1 - each.lr * each.weight_decay
+        kept = _kept(case, d, stated)
         before, after = (
             (pair[1][d.name].double() - pair[0][d.name].double())
             for pair in (starts, [run.after[-1] for run in runs])
@@ -69,12 +68,15 @@ def decay(case: Case) -> Findings:
             for run, s in zip(runs, starts, strict=True)
         )
         limit = _STEPS * torch.finfo(torch.float32).eps * sum(sizes) / float(before.norm())
+        limit += 2 * _folded(case, d, stated) / float(before.norm())
         off = float((after - kept * before).norm() / before.norm())
         if not off <= limit:
-            factor = float((after * before).sum() / before.square().sum())
-            said = f"the parameter is kept by a factor {factor:.8g}, not {kept:.8g}"
+            factor, wanted = (
+                float((x * before).sum() / before.square().sum()) for x in (after, kept * before)
+            )
+            said = f"the parameter is kept by a factor {factor:.8g}, not {wanted:.8g}"
             numbers = {"factor": factor, "off": off, "allowed": limit}
-            yield Finding(d.name, said, f"{kept:.8g}", f"{factor:.8g}", numbers)
+            yield Finding(d.name, said, f"{wanted:.8g}", f"{factor:.8g}", numbers)
             continue
         exact = _recurrence(case, d, steps, starts[0][d.name], stated)
         off, limit = exact.compare(runs[0].after[-1][d.name])
@@ -110,6 +112,29 @@ class _Exact(NamedTuple):
         return float((seen.double() - self.after).norm()) / moved, limit
 
 
+def _kept(case: Case, d: Decision, stated: Sequence[Stated]) -> Tensor:
+    """What decay alone leaves of a weight, by element where its blocks decay at other rates."""
+    exact = case.dialect.arithmetic.exact()
+    still = Direction(torch.zeros(d.shape, dtype=torch.float64), case.rate(d))
+    kept = torch.ones(d.shape, dtype=torch.float64)
+    for each in stated:
+        apply_(kept, still, exact, each.lr, each.weight_decay)
+    return kept
+
+
+def _folded(case: Case, d: Decision, stated: Sequence[Stated]) -> float:
+    """How far one run may be off where decay is rounded with the update, to half an ulp of both."""
+    arithmetic = case.dialect.arithmetic
+    if arithmetic.decay != "folded_rounded":
+        return 0.0
+    largest = float(case.start[d.name].norm()) + _START * case.start[d.name].numel() ** 0.5
+    one = directions([case.direction(d.name)], [d.layout], arithmetic.exact())[0]
+    rate = float(torch.as_tensor(one.rate).max())
+    # A block's singular values differ between draws by the spread of the polynomial, below two.
+    steps = ((2 * float(one.update.norm()) + s.weight_decay * largest) * s.lr for s in stated)
+    return sum(steps) * rate * 2 * arithmetic.roundoff
+
+
 def _recurrence(
     case: Case, d: Decision, steps: Steps, start: Tensor, stated: Sequence[Stated]
 ) -> _Exact:
@@ -117,14 +142,14 @@ def _recurrence(
     if not all(each.known for each in stated):
         raise UndecidedError(f"the learning rate of {d.name} is neither given nor stated")
     arithmetic, exact = case.dialect.arithmetic, case.dialect.arithmetic.exact()
-    p = start.double()
+    p = start.double().clone()
     buffer, slack = torch.zeros_like(p), 0.0
     for count, (step, each) in enumerate(zip(steps, stated, strict=True), 1):
         gradient = step[d.name].double()
         update = advance_momentum(gradient, buffer, arithmetic, each.momentum, count)
         bound = case.bound(d, update)
-        wanted = orthogonalize(update, d.layout, exact)
-        p = p * (1 - each.lr * each.weight_decay) - each.lr * wanted
-        slack += each.lr * bound * float(wanted.norm())
+        wanted = directions([update], [d.layout], exact)[0]
+        apply_(p, wanted, exact, each.lr, each.weight_decay)
+        slack += each.lr * bound * float(wanted.scaled.norm())
         slack += torch.finfo(torch.float32).eps * float(p.norm())
     return _Exact(start.double(), p, slack)

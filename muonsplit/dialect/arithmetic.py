@@ -149,6 +149,10 @@ class Arithmetic:
             pre_cast=None,
             iteration="standard",
             form="matmul",
+            buffer_dtype="parameter",
+            step_dtype="parameter",
+            rate_tensor=False,
+            foreach="none",
         )
 
     def fastest(self) -> "Arithmetic":
