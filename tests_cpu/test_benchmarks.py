@@ -6,25 +6,44 @@ d × n, Gram with one restart 8·d²·n + 28·d³.
 """
 
 import functools
+import importlib
 import os
 import subprocess
 import sys
+import typing
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from muonsplit.dialect import dialect_named
+from muonsplit.dialect import Arithmetic, dialect_named
 from muonsplit.geometry import plan
 from muonsplit.layout import Layout
 from muonsplit.models.load import build, resolve
-from muonsplit.muon import orthogonalize
+from muonsplit.muon import PerHeadMuon, orthogonalize
 
-SHAPES = [(16, 64, 512), (16, 128, 2048), (16, 192, 512), (16, 256, 512)]
+SHAPES = [
+    (16, 64, 512),
+    (16, 64, 2048),
+    (16, 128, 2048),
+    (16, 192, 2048),
+    (64, 128, 512),
+    (16, 256, 512),
+]
+Update = Callable[[Tensor], Tensor]
+
+
+def flop(heads: int, rows: int, cols: int, form: str) -> int:
+    short, long = sorted((rows, cols))
+    if form == "gram":
+        return heads * (8 * short**2 * long + 28 * short**3)
+    return heads * (20 * short**2 * long + 10 * short**3)
 
 
 def test_sgemm(benchmark: BenchmarkFixture) -> None:
@@ -33,19 +52,91 @@ def test_sgemm(benchmark: BenchmarkFixture) -> None:
     benchmark(torch.mm, a, a)
 
 
-@pytest.mark.parametrize("form", ["matmul", "gram"])
+def reference(heads: int, dialect: str = "deepspeed-0.19.8", fast: bool = False) -> Update:
+    arithmetic = dialect_named(dialect).arithmetic
+    arithmetic = arithmetic.fastest() if fast else replace(arithmetic, cpu_dtype="float32")
+    return lambda x: orthogonalize(x, Layout.heads("q", heads, len(x) // heads), arithmetic)
+
+
+def deepspeed(heads: int, monkeypatch: pytest.MonkeyPatch) -> Update:
+    module = pytest.importorskip("deepspeed.runtime.zero.muon.original_muon")
+    # What it takes on a CPU without float16 products.
+    monkeypatch.setattr(module, "ns_compute_dtype", lambda *_: torch.float32)
+    return lambda x: module._per_head_orthogonalize(x, heads, 5, "gram")
+
+
+def emerging(heads: int) -> Update:
+    """Emerging-Optimizers' standard form on a batch of heads, in float32."""
+    if not hasattr(typing, "override"):  # it is written for Python 3.12
+        typing.override = lambda function: function  # pyright: ignore
+    pytest.importorskip("emerging_optimizers")
+    module = importlib.import_module("emerging_optimizers.orthogonalized_optimizers.muon_utils")
+    return lambda x: module.newton_schulz(x.view(heads, -1, x.shape[1]), 5, "simple")
+
+
+@pytest.mark.parametrize("who", ["fast", "reference", "standard", "deepspeed", "emerging"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_orthogonalize(benchmark: BenchmarkFixture, shape: tuple[int, int, int], form: str) -> None:
+def test_update(
+    benchmark: BenchmarkFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, int, int],
+    who: str,
+) -> None:
+    """One head-split update in float32, ours and theirs, the same numbers up to rounding."""
     heads, d, n = shape
-    name = "deepspeed-0.19.8" if form == "gram" else "deepspeed-0.19.8-standard"
-    base = dialect_named(name).arithmetic
-    arithmetic = replace(base, cpu_dtype="float32")
-    short, long = min(d, n), max(d, n)
-    standard = 20 * short**2 * long + 10 * short**3
-    gram = 8 * short**2 * long + 28 * short**3
-    benchmark.extra_info["flop"] = heads * (gram if form == "gram" else standard)
-    update, layout = torch.randn(heads * d, n), Layout.heads("q", heads, d)
-    benchmark.pedantic(orthogonalize, (update, layout, arithmetic), rounds=5, warmup_rounds=1)
+    update = {
+        "fast": lambda: reference(heads, fast=True),
+        "reference": lambda: reference(heads),
+        "standard": lambda: reference(heads, "deepspeed-0.19.8-standard"),
+        "deepspeed": lambda: deepspeed(heads, monkeypatch),
+        "emerging": lambda: emerging(heads),
+    }[who]()
+    form = "standard" if who in ("standard", "emerging") else "gram"
+    benchmark.group = f"update {shape}"
+    benchmark.extra_info["flop"] = flop(heads, d, n, form)
+    benchmark.pedantic(update, (torch.randn(heads * d, n),), rounds=9, warmup_rounds=2)
+
+
+@pytest.mark.parametrize("halves", ["emulated", "native"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_halves(benchmark: BenchmarkFixture, dtype: Any, halves: Any) -> None:
+    """Emulated against native half precision; without instructions for it, native crawls."""
+    arithmetic = Arithmetic(cpu_dtype=dtype, halves=halves)
+    benchmark.group = f"halves {dtype}"
+    layout = Layout.heads("q", 4, 64)
+    benchmark.pedantic(
+        orthogonalize, (torch.randn(256, 256), layout, arithmetic), rounds=5, warmup_rounds=1
+    )
+
+
+@pytest.mark.parametrize("who", ["fast", "reference", "deepspeed"])
+def test_step_of_glm(
+    benchmark: BenchmarkFixture, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """A whole optimizer step of GLM-5.2-0.8B: its 69 Muon weights at their real shapes."""
+    decided = plan(build(resolve("glm-5.2-0.8b").config)).decisions
+    named = [(d.name, nn.Parameter(torch.zeros(d.shape))) for d in decided]
+    layouts = {d.name: d.layout for d in decided}
+    for _, p in named:
+        p.grad = torch.randn(p.shape)
+    if who == "deepspeed":
+        module = pytest.importorskip("deepspeed.runtime.zero.muon.original_muon")
+        monkeypatch.setattr(module, "ns_compute_dtype", lambda *_: torch.float32)
+        optimizer = module.SingleDeviceMuon([tagged(p, layouts[name]) for name, p in named])
+    else:
+        dialect = dialect_named("deepspeed-0.19.8")
+        chosen = dialect.arithmetic.fastest() if who == "fast" else dialect.arithmetic
+        optimizer = PerHeadMuon(named, layouts, dialect=replace(dialect, arithmetic=chosen))
+    benchmark.group = "step of glm-5.2-0.8b"
+    benchmark.pedantic(optimizer.step, rounds=3, warmup_rounds=1)
+
+
+def tagged(p: nn.Parameter, layout: Layout | None) -> nn.Parameter:
+    """A parameter as DeepSpeed's own tagger leaves it."""
+    if layout is not None:
+        p.muon_num_heads = len(layout.blocks())
+    p.is_expert_group = p.ndim == 3
+    return p
 
 
 def test_plan_of_glm(benchmark: BenchmarkFixture) -> None:

@@ -1,7 +1,9 @@
 """The quick road on a CPU: fused products, reused buffers, as many blocks at once as stay in cache.
 
-Floor: 8·d²·n + 28·d³ operations a d × n block by Gram with one restart, 20·d²·n + 10·d³ by the
-standard iteration, over the rate of sgemm. Gram pays off where n > 1.5·d.
+A block is never copied, divided or transposed where it lies in memory as BLAS wants it: its Gram
+matrix is divided by the squared norm, which is that matrix's own trace, and the polynomial by the
+norm. Floor: 8·d²·n + 28·d³ operations a d × n block by Gram with one restart, 20·d²·n + 10·d³ by
+the standard iteration, over the rate of sgemm. Gram pays off where n > 1.5·d.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,13 +15,13 @@ from torch import Tensor
 from muonsplit.dialect import Arithmetic
 from muonsplit.dialect.coefficients import Coefficients, schedule
 from muonsplit.newton_schulz.gram import segments
-from muonsplit.newton_schulz.normalize import normalized
+from muonsplit.newton_schulz.normalize import denominator, power_of_two
 
 # Measured on two kinds of CPU: what the second and a share of the third cache hold.
 _CACHE_BYTES = 8 << 20
 _ALIGNMENT = 64  # bytes; BLAS chooses kernels by it
-
-_Piece = tuple[Tensor, Tensor]
+# Traces between which a square, and a product of two, neither over- nor underflows in float32.
+_SAFE = (1e-24, 1e24)
 
 
 def aligned(X: Tensor) -> bool:
@@ -32,8 +34,9 @@ def aligned(X: Tensor) -> bool:
     return X.device.type != "cpu" or (short * short % 16 == 0 and short * long % 16 == 0)
 
 
-def gram_pays(short: int, long: int) -> bool:
+def gram_pays(rows: int, cols: int) -> bool:
     """Whether the Gram iteration with one restart takes fewer operations than the standard one."""
+    short, long = sorted((rows, cols))
     return 2 * long > 3 * short
 
 
@@ -43,7 +46,7 @@ def orthogonalize_into(
     """Orthogonalises the blocks of several batches of one shape, without the scale.
 
     Beside sources and targets it holds two blocks and four Gram matrices for each block that is
-    worked on at once.
+    worked on at once, which are half of them at most.
 
     Args:
         sources: Batches ``[B, M, N]`` of one M and N, read only, any strides.
@@ -51,20 +54,20 @@ def orthogonalize_into(
         arithmetic: Coefficients, steps, restarts and normalisation; the dtype it computes in.
     """
     rows, cols = sources[0].shape[-2:]
-    dtype = arithmetic.dtype_on(sources[0].device)
-    workspace = _Workspace(min(rows, cols), max(rows, cols), dtype, sources[0])
-    at_once = workspace.at_once if aligned(sources[0]) else 1
-    for pieces in _chunks(sources, targets, at_once):
+    workspace = _Workspace(rows, cols, arithmetic.dtype_on(sources[0].device), sources[0])
+    # No more than half, so that the workspace stays below the results.
+    at_once = min(workspace.at_once, max(1, sum(map(len, sources)) // 2))
+    for pieces in _chunks(sources, targets, at_once if aligned(sources[0]) else 1):
         _chunk(pieces, workspace, arithmetic)
 
 
 class _Workspace:
     """Buffers for as many blocks as are worked on at once."""
 
-    def __init__(self, short: int, long: int, dtype: torch.dtype, like: Tensor) -> None:
-        size = torch.finfo(dtype).bits // 8
-        self.at_once = max(1, _CACHE_BYTES // (size * (2 * short * long + 4 * short * short)))
-        self._shapes = ((short, long),) * 2 + ((short, short),) * 4
+    def __init__(self, rows: int, cols: int, dtype: torch.dtype, like: Tensor) -> None:
+        short, size = min(rows, cols), torch.finfo(dtype).bits // 8
+        self.at_once = max(1, _CACHE_BYTES // (size * (2 * rows * cols + 4 * short * short)))
+        self._shapes = ((rows, cols),) * 2 + ((short, short),) * 4
         self._like, self._dtype = like, dtype
         self._made: tuple[Tensor, ...] = ()
 
@@ -77,114 +80,136 @@ class _Workspace:
         return tuple(buffer[:blocks] for buffer in self._made)
 
 
+class _Piece(NamedTuple):
+    """Consecutive blocks of one batch.
+
+    Attributes:
+        source: What is read.
+        target: What is written.
+        at: Where they are in the chunk.
+    """
+
+    source: Tensor
+    target: Tensor
+    at: slice
+
+
 def _chunks(
     sources: Sequence[Tensor], targets: Sequence[Tensor], at_once: int
 ) -> Iterator[list[_Piece]]:
     """Runs of blocks that fill a chunk, across the ends of batches."""
     chunk: list[_Piece] = []
-    room = at_once
+    filled = 0
     for source, target in zip(sources, targets, strict=True):
         start = 0
         while start < len(source):
-            stop = min(len(source), start + room)
-            chunk.append((source[start:stop], target[start:stop]))
-            room -= stop - start
-            start = stop
-            if room == 0:
+            stop = min(len(source), start + at_once - filled)
+            at = slice(filled, filled + stop - start)
+            chunk.append(_Piece(source[start:stop], target[start:stop], at))
+            filled, start = at.stop, stop
+            if filled == at_once:
                 yield chunk
-                chunk, room = [], at_once
+                chunk, filled = [], 0
     if chunk:
         yield chunk
 
 
 def _chunk(pieces: Sequence[_Piece], workspace: _Workspace, arithmetic: Arithmetic) -> None:
-    X, Y, *small = workspace.take(sum(len(source) for source, _ in pieces))
-    start = 0
-    for source, _ in pieces:
-        _enter(source, X[start : start + len(source)], arithmetic)
-        start += len(source)
-    steps = schedule(arithmetic)
-    if arithmetic.iteration != "standard" and gram_pays(*X.shape[-2:]):
-        last = _gram(X, Y, small, segments(steps, arithmetic.restarts))
+    X, Y, *small = workspace.take(pieces[-1].at.stop)
+    R, Q = small[0], small[2]
+    given: list[Tensor] = []
+    scales: list[Tensor] = []
+    for piece in pieces:
+        x = _operand(piece.source, X[piece.at], arithmetic)
+        _gram_of(x, R[piece.at])
+        x, scale = _scaled(x, R[piece.at], X[piece.at], arithmetic)
+        given.append(x)
+        scales.append(scale)
+    scale, steps = torch.cat(scales), schedule(arithmetic)
+    if not steps:
+        Q.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
+        runs: list[Sequence[Coefficients]] = []
+    elif arithmetic.iteration != "standard" and gram_pays(*X.shape[-2:]):
+        first, *runs = segments(steps, arithmetic.restarts)
+        Q = _polynomial(small, first)
     else:
-        last = _standard(X, Y, small, steps)
-    start = 0
-    for source, target in pieces:
-        last.write(slice(start, start + len(source)), target)
-        start += len(source)
+        # A restart before every step is the standard iteration.
+        first, *runs = [steps[i : i + 1] for i in range(len(steps))]
+        Q = _polynomial(small, first)
+    Q.mul_(scale)
+    if not runs:
+        for piece, x in zip(pieces, given, strict=True):
+            _write(Q[piece.at], x, piece.target)
+        return
+    for piece, x in zip(pieces, given, strict=True):
+        _times(Q[piece.at], x, Y[piece.at])
+    for run in runs[:-1]:
+        _gram_of(Y, R)
+        _times(_polynomial(small, run), Y, X)
+        X, Y = Y, X
+    _gram_of(Y, R)
+    Q = _polynomial(small, runs[-1])
+    for piece in pieces:
+        _write(Q[piece.at], Y[piece.at], piece.target)
 
 
-def _enter(source: Tensor, into: Tensor, arithmetic: Arithmetic) -> None:
-    """Normalises blocks into a buffer, the short side first."""
+def _operand(source: Tensor, buffer: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """Blocks as BLAS wants them: the source itself, or a copy if it lies otherwise in memory."""
     if arithmetic.pre_cast is not None:
         source = source.to(getattr(torch, arithmetic.pre_cast))
-    as_it_is = source.dtype == into.dtype and source[0].is_contiguous()
-    if not as_it_is:
-        # Norms over strided views sum in another order.
-        source = source.to(into.dtype).contiguous()
-    normalized(source, arithmetic, into.mT if _is_tall(source) else into)
+    return source if _lies_well(source, buffer.dtype) else buffer.copy_(source)
 
 
-class _Last(NamedTuple):
-    """The last product of an iteration, left so that it can be written where it belongs."""
+def _lies_well(X: Tensor, dtype: torch.dtype) -> bool:
+    return X.dtype == dtype and X.is_contiguous() and X.data_ptr() % _ALIGNMENT == 0
 
-    C: Tensor | None
-    a: float
-    left: Tensor
-    right: Tensor
 
-    def write(self, blocks: slice, target: Tensor) -> None:
-        """Writes aC + left·right, or left·right alone, of some of the blocks."""
-        left, right = self.left[blocks], self.right[blocks]
-        C = None if self.C is None else self.C[blocks]
-        if _is_tall(target):
-            left, right, C = right.mT, left.mT, None if C is None else C.mT
-        fits = target.dtype == left.dtype and target[0].is_contiguous()
-        out = (
-            target if fits and target.data_ptr() % _ALIGNMENT == 0 else left.new_empty(target.shape)
-        )
-        if C is None:
-            torch.bmm(left, right, out=out)
-        else:
-            torch.baddbmm(C, left, right, beta=self.a, out=out)
-        if out is not target:
-            target.copy_(out)
+def _scaled(x: Tensor, R: Tensor, buffer: Tensor, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
+    """Divides Gram matrices by squared norms; the blocks, and what else they are multiplied by.
+
+    A block whose squares would over- or underflow is multiplied by a power of two first. Which are
+    is decided by each block alone, so that its neighbours' bits do not depend on it.
+    """
+    trace = R.diagonal(dim1=-2, dim2=-1).sum(-1)
+    powers = torch.ones(len(x), dtype=torch.float64, device=x.device)
+    for i in (~((trace > _SAFE[0]) & (trace < _SAFE[1]))).nonzero().flatten().tolist():
+        if x.data_ptr() != buffer.data_ptr():
+            x = buffer.copy_(x)
+        x[i], powers[i] = power_of_two(x[i])
+        _gram_of(x[i : i + 1], R[i : i + 1])
+        trace[i] = R[i].diagonal().sum()
+    divisor = denominator(trace.double().sqrt() * powers, arithmetic)
+    scale = torch.where(divisor == 0, 0.0, powers / divisor).to(x.dtype).view(-1, 1, 1)
+    R.mul_(scale.square())
+    return x, scale
+
+
+def _gram_of(X: Tensor, out: Tensor) -> None:
+    """The Gram matrix on the short side."""
+    torch.bmm(*((X.mT, X) if _is_tall(X) else (X, X.mT)), out=out)
+
+
+def _times(Q: Tensor, X: Tensor, out: Tensor) -> None:
+    """QX, or XQ for more rows than columns."""
+    torch.bmm(*((X, Q) if _is_tall(X) else (Q, X)), out=out)
+
+
+def _write(Q: Tensor, X: Tensor, target: Tensor) -> None:
+    if _lies_well(target, X.dtype):
+        _times(Q, X, target)
+    else:
+        out = torch.empty_like(X)
+        _times(Q, X, out)
+        target.copy_(out)
 
 
 def _is_tall(X: Tensor) -> bool:
     return X.size(-2) > X.size(-1)
 
 
-def _standard(
-    X: Tensor, Y: Tensor, small: Sequence[Tensor], steps: Sequence[Coefficients]
-) -> _Last:
-    A, B, *_ = small
-    for i, (a, b, c) in enumerate(steps):
-        torch.bmm(X, X.mT, out=A)
-        torch.baddbmm(A, A, A, beta=b, alpha=c, out=B)
-        if i + 1 == len(steps):
-            return _Last(X, a, B, X)
-        torch.baddbmm(X, B, X, beta=a, out=Y)
-        X, Y = Y, X
-    return _nothing(X, A)
-
-
-def _gram(
-    X: Tensor, Y: Tensor, small: Sequence[Tensor], runs: Sequence[Sequence[Coefficients]]
-) -> _Last:
-    for run in runs:
-        Q = _polynomial(X, small, run)
-        if run is runs[-1]:
-            return _Last(None, 1.0, Q, X)
-        torch.bmm(Q, X, out=Y)
-        X, Y = Y, X
-    return _nothing(X, small[0])
-
-
-def _polynomial(X: Tensor, small: Sequence[Tensor], run: Sequence[Coefficients]) -> Tensor:
-    """The Q of a run of Gram steps."""
+def _polynomial(small: Sequence[Tensor], run: Sequence[Coefficients]) -> Tensor:
+    """The Q of a run of steps, from the Gram matrix in the first buffer."""
     R, Z, Q, T = small
-    torch.bmm(X, X.mT, out=R)
     for i, (a, b, c) in enumerate(run):
         torch.baddbmm(R, R, R, beta=b, alpha=c, out=Z)
         if i == 0:
@@ -196,9 +221,3 @@ def _polynomial(X: Tensor, small: Sequence[Tensor], run: Sequence[Coefficients])
             torch.baddbmm(R, R, Z, beta=a, out=T)
             torch.baddbmm(T, Z, T, beta=a, out=R)
     return Q
-
-
-def _nothing(X: Tensor, small: Tensor) -> _Last:
-    """No step at all: the identity."""
-    small.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
-    return _Last(None, 1.0, small, X)

@@ -24,15 +24,9 @@ def normalize(X_BMN: Tensor, arithmetic: Arithmetic, q: Rounding) -> Tensor:
     return q(X / _divisors(X, arithmetic, q))
 
 
-def normalized(X_BMN: Tensor, arithmetic: Arithmetic, out: Tensor) -> None:
-    """:func:`normalize` into a buffer, which may be transposed, with nothing rounded between."""
-    X = _prepared(X_BMN, arithmetic)
-    torch.div(X, _divisors(X, arithmetic, lambda x: x), out=out)
-
-
 def _prepared(X: Tensor, arithmetic: Arithmetic) -> Tensor:
     if arithmetic.normalize == "scaled":
-        return torch.stack([_scaled_down(x) for x in X])
+        return torch.stack([power_of_two(x)[0] for x in X])
     return X
 
 
@@ -42,10 +36,12 @@ def _divisors(X: Tensor, arithmetic: Arithmetic, q: Rounding) -> Tensor:
     return q(denominator(norms, arithmetic))
 
 
-def _scaled_down(x: Tensor) -> Tensor:
-    """A block by the power of two of its largest entry, which is exact, so that squares fit."""
+def power_of_two(x: Tensor) -> tuple[Tensor, float]:
+    """A block over the power of two of its largest entry, which is exact, and that power."""
     largest = x.abs().amax()
-    _, exponent = torch.frexp(torch.where(largest == 0, 1.0, largest))
+    if largest == 0 or not bool(torch.isfinite(largest)):
+        return x, 1.0
+    exponent = int(torch.frexp(largest)[1])
     # In two factors, since 2⁻¹⁴⁹ has no reciprocal in float32.
-    half = torch.div(exponent, 2, rounding_mode="floor")
-    return torch.ldexp(torch.ldexp(x, -half), half - exponent)
+    half = exponent // 2
+    return x * 2.0**-half * 2.0 ** (half - exponent), 2.0**exponent
