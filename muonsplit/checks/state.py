@@ -9,7 +9,7 @@ from torch import Tensor
 from muonsplit.checks.case import Case, Stated
 from muonsplit.checks.registry import BLIND, Finding, Findings, UndecidedError, check
 from muonsplit.geometry import Decision
-from muonsplit.muon import Direction, advance_momentum, apply_, directions
+from muonsplit.muon import advance_momentum, apply_, directions
 from muonsplit.observe import gradients
 
 _STEPS = 3
@@ -115,7 +115,8 @@ class _Exact(NamedTuple):
 def _kept(case: Case, d: Decision, stated: Sequence[Stated]) -> Tensor:
     """What decay alone leaves of a weight, by element where its blocks decay at other rates."""
     exact = case.dialect.arithmetic.exact()
-    still = Direction(torch.zeros(d.shape, dtype=torch.float64), case.rate(d))
+    still = case.first_direction(d)
+    still = still._replace(update=torch.zeros_like(still.update))
     kept = torch.ones(d.shape, dtype=torch.float64)
     for each in stated:
         apply_(kept, still, exact, each.lr, each.weight_decay)
@@ -128,11 +129,11 @@ def _folded(case: Case, d: Decision, stated: Sequence[Stated]) -> float:
     if arithmetic.decay != "folded_rounded":
         return 0.0
     largest = float(case.start[d.name].norm()) + _START * case.start[d.name].numel() ** 0.5
-    one = directions([case.direction(d.name)], [d.layout], arithmetic.exact())[0]
-    rate = float(torch.as_tensor(one.rate).max())
+    one = case.first_direction(d)
+    rates = [rate for _, _, rate in one.parts(one.update)]
     # A block's singular values differ between draws by the spread of the polynomial, below two.
     steps = ((2 * float(one.update.norm()) + s.weight_decay * largest) * s.lr for s in stated)
-    return sum(steps) * rate * 2 * arithmetic.roundoff
+    return sum(steps) * max(rates) * 2 * arithmetic.roundoff
 
 
 def _recurrence(

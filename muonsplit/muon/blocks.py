@@ -1,6 +1,6 @@
 """Orthogonalisation by layout: weights to blocks, equal blocks together, blocks to weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,18 +23,39 @@ class Direction(NamedTuple):
     Attributes:
         update: Shape of the weight. Where all of the scale is on it, it has the weight's dtype,
             else that of the iteration.
-        rate: The part of the scale that goes on the learning rate; a tensor that broadcasts
-            against the weight where its blocks differ in shape.
+        rate: The part of the scale that goes on the learning rate, by the rows of a block where
+            blocks differ.
+        layout: How the weight is cut, where they do.
     """
 
     update: Tensor
-    rate: float | Tensor
+    rate: float | Mapping[int, float]
+    layout: Layout | None = None
 
     @property
     def scaled(self) -> Tensor:
         """The update with all of its scale."""
-        plain = isinstance(self.rate, float) and self.rate == 1.0
-        return self.update if plain else self.update * self.rate
+        if self.rate == 1.0:
+            return self.update
+        scaled = self.update.clone()
+        for part, _, rate in self.parts(scaled):
+            part.mul_(rate)
+        return scaled
+
+    def parts(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Views of a weight that have one rate, each with its update and that rate.
+
+        A rate is a number, not a tensor of them: products with one are rounded otherwise.
+        """
+        if not isinstance(self.rate, Mapping):
+            yield weight, self.update, self.rate
+            return
+        assert self.layout is not None
+        matrices = [x.mT if self.layout.axis else x for x in (weight, self.update)]
+        for block in self.layout.blocks():
+            for start, stop in block.spans:
+                part, update = (x[start:stop] for x in matrices)
+                yield part, update, self.rate[block.rows]
 
 
 def orthogonalize(update: Tensor, layout: Layout | None, arithmetic: Arithmetic) -> Tensor:
@@ -162,8 +183,8 @@ class _Weight:
         factors = [self.factor(batch.shape[-2:], arithmetic) for batch in self.batches]
         if len(set(factors)) == 1:
             return Direction(update, factors[0])
-        filled = [torch.full_like(b, f) for b, f in zip(self.batches, factors, strict=True)]
-        return Direction(update, self._joined(filled))
+        by_rows = {b.shape[-2]: f for b, f in zip(self.batches, factors, strict=True)}
+        return Direction(update, by_rows, self.layout)
 
     def _joined(self, batches: Sequence[Tensor]) -> Tensor:
         if self.layout is None:

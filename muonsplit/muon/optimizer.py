@@ -31,6 +31,8 @@ class PerHeadMuon(torch.optim.Optimizer):
         params: ``(name, parameter)`` pairs, or param groups whose ``params`` are such pairs.
         layouts: How each Muon weight is cut, by parameter name.
         dialect: A dialect or its name; its arithmetic is used.
+        fast: Whether to compute in float32 and in whatever order is quickest: the dialect's
+            numbers up to rounding, not its bits.
         lr: Learning rate of the Muon weights.
         momentum: Momentum coefficient in [0, 1).
         weight_decay: Decoupled decay: p ← p·(1 − lr·weight_decay) before the update.
@@ -50,6 +52,7 @@ class PerHeadMuon(torch.optim.Optimizer):
         layouts: Mapping[str, Layout | None],
         *,
         dialect: Dialect | str = DEFAULT_DIALECT,
+        fast: bool = False,
         lr: float = 0.02,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
@@ -58,7 +61,7 @@ class PerHeadMuon(torch.optim.Optimizer):
         eps: float = 1e-8,
     ) -> None:
         chosen = dialect_named(dialect) if isinstance(dialect, str) else dialect
-        self.arithmetic = chosen.arithmetic
+        self.arithmetic = chosen.arithmetic.fastest() if fast else chosen.arithmetic
         self.layouts = dict(layouts)
         defaults = {
             "lr": lr,

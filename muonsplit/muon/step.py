@@ -6,9 +6,7 @@ from torch import Tensor
 from muonsplit.dialect import Arithmetic
 from muonsplit.muon.blocks import Direction
 from muonsplit.muon.foreach import add_, mul_
-from muonsplit.newton_schulz import Rounding, rounding_of
-
-Rate = float | Tensor
+from muonsplit.newton_schulz import rounding_of
 
 
 def apply_(
@@ -34,9 +32,16 @@ def apply_(
 def _apply_(
     parameter: Tensor, direction: Direction, arithmetic: Arithmetic, lr: float, decay: float
 ) -> None:
-    rate = _rate(lr, direction.rate, arithmetic)
-    _decay(parameter, lr if arithmetic.decay_rate == "base" else rate, decay, arithmetic)
-    update, q = direction.update, rounding_of(direction.update, arithmetic)
+    for part, update, factor in direction.parts(parameter):
+        rate = _rate(lr, factor, arithmetic)
+        _decay(part, lr if arithmetic.decay_rate == "base" else rate, decay, arithmetic)
+        _subtract(part, update, rate, decay, arithmetic)
+
+
+def _subtract(
+    parameter: Tensor, update: Tensor, rate: float, decay: float, arithmetic: Arithmetic
+) -> None:
+    q = rounding_of(update, arithmetic)
     if decay and arithmetic.decay in ("folded", "folded_rounded"):
         held = update.dtype
         update = update + decay * parameter
@@ -44,41 +49,27 @@ def _apply_(
             update = q(update).to(held)
         else:
             q = _unrounded
-    if arithmetic.scale_on == "step":
-        if arithmetic.rate_tensor:
-            rate = _as_tensor(rate, update, q)
-        parameter.sub_(q(update * rate))
-    elif isinstance(rate, Tensor):
-        parameter.sub_(update * rate)
-    else:
+    if arithmetic.scale_on != "step":
         add_(parameter, update, -rate, arithmetic.foreach == "all")
+    elif arithmetic.rate_tensor:
+        # A product with a tensor sees it in the dtype of the update.
+        parameter.sub_(q(update * q(update.new_tensor(rate))))
+    else:
+        parameter.sub_(q(update * rate))
 
 
-def _rate(lr: float, factor: Rate, arithmetic: Arithmetic) -> Rate:
+def _rate(lr: float, factor: float, arithmetic: Arithmetic) -> float:
     """The learning rate times what the scale leaves on it."""
-    if not arithmetic.rate_tensor or isinstance(factor, Tensor):
-        return lr * factor
-    return float(torch.tensor(lr) * torch.tensor(factor))
+    if arithmetic.rate_tensor:
+        return float(torch.tensor(lr) * torch.tensor(factor))
+    return lr * factor
 
 
-def _as_tensor(rate: Rate, update: Tensor, q: Rounding) -> Tensor:
-    """A rate as a product with the update sees it: in the update's dtype."""
-    return q(torch.as_tensor(rate, dtype=update.dtype, device=update.device))
-
-
-def _decay(parameter: Tensor, rate: Rate, decay: float, arithmetic: Arithmetic) -> None:
+def _decay(parameter: Tensor, rate: float, decay: float, arithmetic: Arithmetic) -> None:
     if arithmetic.decay == "add":
-        lost = rate * decay
-        if isinstance(lost, Tensor):
-            parameter.sub_(parameter * lost)
-        else:
-            parameter.add_(parameter, alpha=-lost)
+        parameter.add_(parameter, alpha=-rate * decay)
     elif arithmetic.decay == "mul":
-        kept = 1 - rate * decay
-        if isinstance(kept, Tensor):
-            parameter.mul_(kept)
-        else:
-            mul_(parameter, kept, arithmetic.foreach == "all")
+        mul_(parameter, 1 - rate * decay, arithmetic.foreach == "all")
 
 
 def _unrounded(x: Tensor) -> Tensor:

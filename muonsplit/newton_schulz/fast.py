@@ -116,7 +116,7 @@ def _chunks(
 
 def _chunk(pieces: Sequence[_Piece], workspace: _Workspace, arithmetic: Arithmetic) -> None:
     X, Y, *small = workspace.take(pieces[-1].at.stop)
-    R, Q = small[0], small[2]
+    R = small[0]
     given: list[Tensor] = []
     scales: list[Tensor] = []
     for piece in pieces:
@@ -125,32 +125,30 @@ def _chunk(pieces: Sequence[_Piece], workspace: _Workspace, arithmetic: Arithmet
         x, scale = _scaled(x, R[piece.at], X[piece.at], arithmetic)
         given.append(x)
         scales.append(scale)
-    scale, steps = torch.cat(scales), schedule(arithmetic)
-    if not steps:
-        Q.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
-        runs: list[Sequence[Coefficients]] = []
-    elif arithmetic.iteration != "standard" and gram_pays(*X.shape[-2:]):
-        first, *runs = segments(steps, arithmetic.restarts)
-        Q = _polynomial(small, first)
-    else:
-        # A restart before every step is the standard iteration.
-        first, *runs = [steps[i : i + 1] for i in range(len(steps))]
-        Q = _polynomial(small, first)
-    Q.mul_(scale)
-    if not runs:
+    first, *rest = _runs(X, arithmetic)
+    Q = _polynomial(small, first).mul_(torch.cat(scales))
+    if not rest:
         for piece, x in zip(pieces, given, strict=True):
             _write(Q[piece.at], x, piece.target)
         return
     for piece, x in zip(pieces, given, strict=True):
         _times(Q[piece.at], x, Y[piece.at])
-    for run in runs[:-1]:
+    for run in rest[:-1]:
         _gram_of(Y, R)
         _times(_polynomial(small, run), Y, X)
         X, Y = Y, X
     _gram_of(Y, R)
-    Q = _polynomial(small, runs[-1])
+    Q = _polynomial(small, rest[-1])
     for piece in pieces:
         _write(Q[piece.at], Y[piece.at], piece.target)
+
+
+def _runs(X: Tensor, arithmetic: Arithmetic) -> list[Sequence[Coefficients]]:
+    """The steps between restarts; with one before every step they are the standard iteration."""
+    steps = schedule(arithmetic)
+    gram = arithmetic.iteration != "standard" and gram_pays(*X.shape[-2:])
+    restarts = arithmetic.restarts if gram else range(1, len(steps))
+    return segments(steps, restarts) or [()]
 
 
 def _operand(source: Tensor, buffer: Tensor, arithmetic: Arithmetic) -> Tensor:
@@ -210,6 +208,8 @@ def _is_tall(X: Tensor) -> bool:
 def _polynomial(small: Sequence[Tensor], run: Sequence[Coefficients]) -> Tensor:
     """The Q of a run of steps, from the Gram matrix in the first buffer."""
     R, Z, Q, T = small
+    if not run:
+        Q.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
     for i, (a, b, c) in enumerate(run):
         torch.baddbmm(R, R, R, beta=b, alpha=c, out=Z)
         if i == 0:

@@ -49,7 +49,7 @@ def listing(what: str) -> Table:
         rows = [(name, m["model"], m["status"], m["source"]) for name, m in known]
         return table("models", ("name", "model", "status", "source"), rows)
     forms = {
-        "builtin": "builtin:reference",
+        "builtin": "builtin:reference|fast",
         "faulty": "faulty:NAME",
         "deepspeed": "deepspeed[:stage=0…3,…]",
     }

@@ -27,7 +27,7 @@ ADAPTERS = {
     "deepspeed": ("muonsplit.subjects.deepspeed", "deepspeed"),
 }
 _FORMS = (
-    "builtin:reference, torch, deepspeed[:stage=1,…], package.module:factory or "
+    "builtin:reference, builtin:fast, torch, deepspeed[:stage=1,…], package.module:factory or "
     "file:path.py:factory"
 )
 
