@@ -30,11 +30,11 @@ class Products(NamedTuple):
 
 
 def _matmul_square(A: Tensor, b: float, c: float, q: Rounding) -> Tensor:
-    return q(q(b * A) + q(q(c * A) @ A))
+    return q(q(b * A).add_(q(q(c * A) @ A)))
 
 
 def _paren_square(A: Tensor, b: float, c: float, q: Rounding) -> Tensor:
-    return q(q(b * A) + q(c * q(A @ A)))
+    return q(q(b * A).add_(q(q(A @ A).mul_(c))))
 
 
 def _addmm_square(A: Tensor, b: float, c: float, q: Rounding) -> Tensor:
@@ -42,7 +42,7 @@ def _addmm_square(A: Tensor, b: float, c: float, q: Rounding) -> Tensor:
 
 
 def _matmul_add(C: Tensor, a: float, left: Tensor, right: Tensor, q: Rounding) -> Tensor:
-    return q(q(a * C) + q(left @ right))
+    return q(q(a * C).add_(q(left @ right)))
 
 
 def _addmm_add(C: Tensor, a: float, left: Tensor, right: Tensor, q: Rounding) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from muonsplit.dialect import Arithmetic
 
+# Rounds in place and returns its argument, so it is given intermediate results only.
 Rounding = Callable[[Tensor], Tensor]
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -18,10 +19,13 @@ def emulated(dtype: torch.dtype, X: Tensor, arithmetic: Arithmetic) -> bool:
 
 
 def rounding(dtype: torch.dtype, X: Tensor, arithmetic: Arithmetic) -> Rounding:
-    """How a tensor on the device of ``X`` is rounded to a dtype: not at all where it is native."""
+    """How a tensor on the device of ``X`` is rounded to a dtype, in place.
+
+    Not at all where the dtype is native.
+    """
     if not emulated(dtype, X, arithmetic):
         return _unchanged
-    return lambda x: x.to(dtype).to(torch.float32)
+    return lambda x: x.copy_(x.to(dtype))
 
 
 def rounding_of(X: Tensor, arithmetic: Arithmetic) -> Rounding:
@@ -34,6 +38,14 @@ def result_dtype(X: Tensor, arithmetic: Arithmetic) -> torch.dtype:
     if arithmetic.pre_cast is not None:
         return getattr(torch, arithmetic.pre_cast)
     return arithmetic.dtype_on(X.device)
+
+
+def entered(X: Tensor, dtype: torch.dtype, arithmetic: Arithmetic) -> Tensor:
+    """Numbers rounded to a dtype, in the dtype that holds them; the argument is left alone."""
+    held = X.to(carrier(dtype, X, arithmetic))
+    if not emulated(dtype, X, arithmetic):
+        return held
+    return rounding(dtype, X, arithmetic)(held.clone() if held is X else held)
 
 
 def carrier(dtype: torch.dtype, X: Tensor, arithmetic: Arithmetic) -> torch.dtype:

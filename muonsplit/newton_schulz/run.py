@@ -10,7 +10,7 @@ from muonsplit.newton_schulz.fast import aligned, gram_pays, orthogonalize_into
 from muonsplit.newton_schulz.gram import gram
 from muonsplit.newton_schulz.normalize import normalize
 from muonsplit.newton_schulz.products import step
-from muonsplit.newton_schulz.rounding import carrier, result_dtype, rounding
+from muonsplit.newton_schulz.rounding import entered, result_dtype, rounding
 
 
 def newton_schulz(X_BMN: Tensor, arithmetic: Arithmetic) -> Tensor:
@@ -53,9 +53,11 @@ def _iterate(X: Tensor, arithmetic: Arithmetic) -> Tensor:
     right = tall and arithmetic.tall == "right"
     flipped = tall and not right
     dtype, steps = arithmetic.dtype_on(X.device), schedule(arithmetic)
-    X = _normalized(X, flipped, arithmetic)
+    norm_dtype = _norm_dtype(X, arithmetic)
+    X = _normalized(X, flipped, norm_dtype, arithmetic)
+    if norm_dtype is not dtype:
+        X = entered(X, dtype, arithmetic)
     q = rounding(dtype, X, arithmetic)
-    X = q(X.to(carrier(dtype, X, arithmetic)))
     if arithmetic.tall == "transpose_copy":
         X = X.contiguous()
     if steps and _on_gram(X, arithmetic):
@@ -65,8 +67,8 @@ def _iterate(X: Tensor, arithmetic: Arithmetic) -> Tensor:
     else:
         for coefficients in steps:
             X = step(X, coefficients, right, arithmetic.form, q)
-    dtype = result_dtype(X, arithmetic)
-    X = rounding(dtype, X, arithmetic)(X.to(carrier(dtype, X, arithmetic)))
+    if result_dtype(X, arithmetic) is not dtype:
+        X = entered(X, result_dtype(X, arithmetic), arithmetic)
     return X.mT if flipped else X
 
 
@@ -81,13 +83,12 @@ def _on_gram(X: Tensor, arithmetic: Arithmetic) -> bool:
     }[arithmetic.iteration]
 
 
-def _normalized(X: Tensor, flipped: bool, arithmetic: Arithmetic) -> Tensor:
-    """The blocks over their norms, in the dtype of the normalisation."""
+def _normalized(X: Tensor, flipped: bool, dtype: torch.dtype, arithmetic: Arithmetic) -> Tensor:
+    """The blocks over their norms, in a dtype."""
     if arithmetic.pre_cast is not None:
         X = X.to(getattr(torch, arithmetic.pre_cast)).to(X.dtype)
-    dtype = _norm_dtype(X, arithmetic)
     q = rounding(dtype, X, arithmetic)
-    X = q(X.to(carrier(dtype, X, arithmetic))).contiguous()
+    X = entered(X, dtype, arithmetic).contiguous()
     return normalize(X.mT if flipped else X, arithmetic, q)
 
 
