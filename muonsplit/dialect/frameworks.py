@@ -222,8 +222,8 @@ FRAMEWORKS = (
     ),
     _told(
         "xtuner",
-        replace(_DION_NS, form="addmm"),
-        "xtuner commit b934f46, v1/optim/muon.py and newton_schulz_triton.py",
+        _DION_NS,
+        "xtuner commit b934f46, v1/optim/muon.py and v1/config/optim.py",
         SplitRule(cut_heads="gather"),
     ),
     _told(

@@ -234,18 +234,44 @@ def dion(**group: Any) -> Build:
     return build
 
 
-def moonlight(p: Parameter, decay: float) -> Stepper:
-    """From a checkout: its example is a script, of which only the optimizer is taken."""
-    path = Path(os.environ["MUONSPLIT_PEERS"]) / "Moonlight" / "examples" / "toy_train.py"
-    tree = ast.parse(path.read_text())
-    wanted = {"zeropower_via_newtonschulz5", "Muon"}
-    tree.body = [node for node in tree.body if getattr(node, "name", None) in wanted]
+def taken(path: str, *names: str) -> dict[str, Any]:
+    """Functions and classes of a checkout's file, without what it imports and compiles."""
+    file = Path(os.environ["MUONSPLIT_PEERS"]) / path
+    tree = ast.parse(file.read_text())
+    tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
     for node in tree.body:
         node.decorator_list = []  # torch.compile
-    space = {"torch": torch, "math": math}
-    exec(compile(tree, str(path), "exec"), space)
+    space: dict[str, Any] = {
+        "torch": torch,
+        "math": math,
+        "Tensor": Tensor,
+        "Literal": typing.Literal,
+    }
+    exec(compile(tree, str(file), "exec"), space)
+    return space
+
+
+def moonlight(p: Parameter, decay: float) -> Stepper:
+    """From a checkout: its example is a script, of which only the optimizer is taken."""
+    space = taken("Moonlight/examples/toy_train.py", "zeropower_via_newtonschulz5", "Muon")
     muon = space["Muon"](lr=LR, wd=decay, muon_params=[p], momentum=BETA)
     return SimpleNamespace(step=torch.no_grad()(muon.step))
+
+
+def xtuner(p: Parameter, decay: float) -> Stepper:
+    """From a checkout: its own functions in its own order; its class asks for a cluster."""
+    before, after = (f"muon_update_{when}_orthogonalize" for when in ("pre", "post"))
+    names = (before, after, "zeropower_via_newtonschulz5", "_get_muon_lr_ratio")
+    space = taken("xtuner/xtuner/v1/optim/muon.py", *names)
+    buffer, lr = torch.zeros_like(p), torch.tensor(LR)
+    ratio = space["_get_muon_lr_ratio"](*p.shape, "rms_norm")
+
+    def step() -> None:
+        updates = space[before]([p.grad], [buffer], torch.tensor(BETA), True)
+        updates = [space["zeropower_via_newtonschulz5"](u, 1e-8, 1) for u in updates]
+        space[after]([p.data], updates, lr, lr * ratio, torch.tensor(decay))
+
+    return SimpleNamespace(step=torch.no_grad()(step))
 
 
 def optax(heads: bool = False) -> Build:
@@ -414,6 +440,7 @@ PEERS = (
         "dion",
     ),
     Peer("Moonlight", "moonlight", moonlight, "toy_train"),
+    Peer("xtuner", "xtuner", xtuner, "xtuner"),
     Peer("optax", "optax-0.2.8", optax(), "optax", figures=_XLA, why=_SUMS),
     Peer(
         "optax, heads",
