@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from muonsplit.dialect.fields import check
 from muonsplit.errors import UsageError
 
 DTypeName = Literal["float64", "float32", "bfloat16", "float16"]
@@ -106,8 +107,7 @@ class Arithmetic:
     foreach: Literal["none", "momentum", "all"] = "none"
 
     def __post_init__(self) -> None:
-        if self.steps < 0:
-            raise UsageError(f"steps must be a whole number ≥ 0, got {self.steps!r}.")
+        check(self)
         if self.form == "fast" and self.cpu_dtype not in ("float32", "float64"):
             raise UsageError(
                 f"The fast form has no rounding points to emulate {self.cpu_dtype} with on a CPU.",
@@ -119,7 +119,7 @@ class Arithmetic:
     def _check_restarts(self) -> None:
         if self.form == "factored":
             raise UsageError("The Gram iteration has no factored form.", "Use matmul or addmm.")
-        starts = sorted({0, *self.restarts, self.steps})
+        starts = sorted({0, *(r for r in self.restarts if r < self.steps), self.steps})
         run = max((b - a for a, b in pairwise(starts)), default=0)
         for dtype in (self.compute_dtype, self.cpu_dtype):
             longest = _LONGEST_RUN.get(dtype, run)

@@ -1,93 +1,26 @@
 """Options of a dialect on a command line: ``field=value``, with commas between."""
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from typing import Any
 
+from muonsplit.dialect import fields
 from muonsplit.dialect.arithmetic import Arithmetic
 from muonsplit.dialect.coefficients import COEFFICIENTS
 from muonsplit.dialect.rules import SplitRule
 from muonsplit.errors import UsageError
 
-_NUMBER = re.compile(r"\d+(\.\d*)?(e[+-]?\d{1,3})?")
+_NUMBER = re.compile(r"[0-9]{1,30}(\.[0-9]{0,30})?(e[+-]?[0-9]{1,3})?")
+_WHOLE = re.compile(r"[0-9]{1,5}")
 
-
-def _whole(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,5}", text):
-        raise ValueError
-    return int(text)
-
-
-def _heads(text: str) -> int:
-    if (heads := _whole(text)) < 1:
-        raise ValueError
-    return heads
-
-
-def _number(text: str) -> float:
-    if not _NUMBER.fullmatch(text):
-        raise ValueError
-    return float(text)
-
-
-def _steps(text: str) -> tuple[int, ...]:
-    return tuple(_whole(part) for part in text.split("+")) if text else ()
-
-
-def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        return choices[choices.index(text)]
-
-    return read
-
-
-class _Field:
-    """How a field is read, and how that is said."""
-
-    def __init__(self, read: Callable[[str], Any], said: str) -> None:
-        self.read, self.said = read, said
-
-
-def _field(name: str, hint: Any) -> _Field:
-    by_type = {
-        bool: _Field(lambda text: {"true": True, "false": False}[text], "true|false"),
-        float: _Field(_number, "NUMBER"),
-        int: _Field(_whole, "N"),
-    }
-    special = {
-        "heads_per_block": _Field(_heads, "N"),
-        "restarts": _Field(_steps, "STEP+STEP"),
-        "coefficients": _Field(_one_of(tuple(COEFFICIENTS)), "|".join(COEFFICIENTS)),
-    }
-    if name in special:
-        return special[name]
-    if hint in by_type:
-        return by_type[hint]
-    choices = tuple(
-        choice
-        for part in ([hint] if get_origin(hint) is Literal else get_args(hint))
-        for choice in (get_args(part) or ("none",))
-    )
-    read = _one_of(choices)
-    return _Field(
-        lambda text: None if read(text) == "none" and name == "pre_cast" else text,
-        "|".join(choices),
-    )
-
-
-_FIELDS: Mapping[str, _Field] = {
-    f.name: _field(f.name, get_type_hints(kind)[f.name])
-    for kind in (SplitRule, Arithmetic)
-    for f in fields(kind)
-}
+_HINTS: Mapping[str, Any] = {**fields.hints(SplitRule), **fields.hints(Arithmetic)}
 
 
 def parse(text: str) -> dict[str, Any]:
-    """The fields that an option text sets.
+    """The fields that an option text sets; whether they may be so is theirs to say.
 
     Raises:
-        UsageError: If there is no such field, it cannot have such a value, or it is given twice.
+        UsageError: If there is no such field, the value cannot be read, or it is given twice.
     """
     items = [_item(item) for item in text.split(",")]
     asked = dict(items)
@@ -97,13 +30,42 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def _item(item: str) -> tuple[str, Any]:
-    name, _, value = item.partition("=")
-    if name not in _FIELDS:
-        raise UsageError(f"{item!r} is no option of a dialect.", f"Known: {', '.join(_FIELDS)}.")
+    name, equals, value = item.partition("=")
+    if name not in _HINTS or not equals:
+        raise UsageError(f"{item!r} is no option of a dialect.", f"Known: {', '.join(_HINTS)}.")
     try:
-        return name, _FIELDS[name].read(value)
+        return name, _read(name, _HINTS[name], value)
     except (ValueError, KeyError):
-        raise UsageError(
-            f"{item!r} is no option of a dialect: {name} cannot be {value!r}.",
-            f"Use {name}={_FIELDS[name].said}.",
-        ) from None
+        said = fields.said(name, _HINTS[name])
+        if name == "coefficients":
+            said = " or ".join(COEFFICIENTS)
+        shown = f"{item[:60]!r} is no option of a dialect: {name} cannot be {value[:40]!r}."
+        raise UsageError(shown, f"Use {said}.") from None
+
+
+def _read(name: str, hint: Any, text: str) -> Any:
+    """A value as its type is written.
+
+    Raises:
+        ValueError: If it is written otherwise.
+        KeyError: Likewise.
+    """
+    if name == "coefficients":
+        return {c: c for c in COEFFICIENTS}[text]
+    if options := fields.choices(hint):
+        return {"none" if c is None else c: c for c in options}[text]
+    if hint is bool:
+        return {"true": True, "false": False}[text]
+    if hint is float:
+        return float(_matched(_NUMBER, text))
+    if hint is int:
+        return int(_matched(_WHOLE, text))
+    if hint == tuple[int, ...]:
+        return tuple(int(_matched(_WHOLE, part)) for part in text.split("+")) if text else ()
+    return None if text == "none" else int(_matched(_WHOLE, text))
+
+
+def _matched(pattern: re.Pattern[str], text: str) -> str:
+    if not pattern.fullmatch(text):
+        raise ValueError
+    return text

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from muonsplit.dialect.arithmetic import Arithmetic
+from muonsplit.dialect.fields import check
 
 # Asks a whole-matrix dialect per head.
 PER_HEAD = "+per-head"
@@ -27,6 +28,9 @@ class SplitRule:
     fused_qkv: Literal["whole", "projections", "heads"] = "whole"
     gated_query: Literal["joint", "apart"] = "joint"
     cut_heads: Literal["drop", "raise", "gather"] = "drop"
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True, slots=True)

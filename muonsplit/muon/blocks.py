@@ -1,17 +1,18 @@
 """Orthogonalisation by layout: weights to blocks, equal blocks together, blocks to weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from muonsplit.dialect import Arithmetic
-from muonsplit.errors import InputError
+from muonsplit.errors import InputError, LayoutError
 from muonsplit.layout import Layout
 from muonsplit.newton_schulz import (
     newton_schulz,
     orthogonalize_into,
+    refuse,
     rounding_of,
     scale_factor,
 )
@@ -78,7 +79,6 @@ def orthogonalize(update: Tensor, layout: Layout | None, arithmetic: Arithmetic)
     return directions([update], [layout], arithmetic)[0].scaled
 
 
-@torch.no_grad()
 def directions(
     updates: Sequence[Tensor], layouts: Sequence[Layout | None], arithmetic: Arithmetic
 ) -> list[Direction]:
@@ -89,6 +89,19 @@ def directions(
         layouts: One for each.
         arithmetic: What is computed on a block.
     """
+    refuse.arithmetic(arithmetic)
+    if len(updates) != len(layouts):
+        raise InputError(f"There are {len(updates)} updates and {len(layouts)} layouts.")
+    for update, layout in zip(updates, layouts, strict=True):
+        refuse.tensor("update", update, (2, 3))
+        refuse_layout("layout", layout)
+    with torch.no_grad():
+        return _directions(updates, layouts, arithmetic)
+
+
+def _directions(
+    updates: Sequence[Tensor], layouts: Sequence[Layout | None], arithmetic: Arithmetic
+) -> list[Direction]:
     weights = [_Weight(u, layout) for u, layout in zip(updates, layouts, strict=True)]
     alike: dict[tuple[object, ...], list[tuple[_Weight, int]]] = {}
     for weight in weights:
@@ -133,11 +146,6 @@ class _Weight:
     """One weight and its blocks, before and after."""
 
     def __init__(self, update: Tensor, layout: Layout | None) -> None:
-        if not update.is_floating_point() or update.ndim not in (2, 3):
-            raise InputError(
-                "Muon orthogonalises a floating-point matrix, or a stack of them, got shape "
-                f"{tuple(update.shape)} and dtype {update.dtype}."
-            )
         self.update, self.layout = update, layout
         self.batches = self._cut()
         self._views: list[Tensor] = []
@@ -146,7 +154,6 @@ class _Weight:
         if self.layout is None:
             whole = self.update if self.update.ndim == 3 else self.update.unsqueeze(0)
             return [whole] if whole.numel() else []
-        refuse_rows(self.layout)
         return self.layout.batches(self.update)
 
     def target(self, i: int, arithmetic: Arithmetic) -> Tensor:
@@ -196,14 +203,27 @@ class _Weight:
         return result
 
 
-def refuse_rows(layout: Layout) -> None:
-    """Refuses blocks of one row.
+def refuse_layout(name: str, layout: Any) -> None:
+    """Refuses what is no layout, and blocks of one row.
 
     Raises:
-        InputError: If there is one: its Newton–Schulz is its direction, which is no Muon.
+        LayoutError: If it is neither a layout nor None.
+        InputError: If a block has one row: a vector has nothing to orthogonalise.
     """
-    if not layout.joined and any(segment.width == 1 for segment in layout.segments):
+    if layout is None:
+        return
+    if not isinstance(layout, Layout):
+        raise LayoutError(f"{name} must be a Layout, or None for whole, got {layout!r}.")
+    if any(rows == 1 for rows in _block_rows(layout)):
         raise InputError(
-            f"{layout} has blocks of one row; a vector has nothing to orthogonalise.",
+            f"{name} {layout} has blocks of one row; a vector has nothing to orthogonalise.",
             "Leave the weight whole, or train it with AdamW.",
         )
+
+
+def _block_rows(layout: Layout) -> Iterator[int]:
+    if not layout.joined:
+        yield from (segment.width for segment in layout.segments)
+        return
+    for role in {segment.role for segment in layout.segments}:
+        yield layout.groups * sum(s.rows for s in layout.segments if s.role == role)

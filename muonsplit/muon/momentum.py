@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from muonsplit.dialect import Arithmetic
+from muonsplit.errors import InputError
 from muonsplit.muon.foreach import add_, lerp_, mul_
+from muonsplit.newton_schulz import refuse
 
 
 def advance_momentum(
@@ -21,7 +23,16 @@ def advance_momentum(
 
     Returns:
         What is to be orthogonalised; a new tensor, or the buffer itself without Nesterov.
+
+    Raises:
+        InputError: If the gradient is no dense floating-point tensor of the buffer's shape or
+            requires grad, or beta is out of range.
     """
+    refuse.tensor("gradient", gradient)
+    refuse.number("beta", beta, below=1.0)
+    if gradient.shape != buffer.shape:
+        shapes = f"{tuple(gradient.shape)}, its buffer {tuple(buffer.shape)}"
+        raise InputError(f"gradient has shape {shapes}.")
     if arithmetic.step_dtype == "float32" and buffer.dtype != torch.float64:
         wide, kept = gradient.float(), buffer.float()
         ahead = _advance(wide, kept, arithmetic, beta, step)

@@ -1,16 +1,16 @@
 """The reference optimizer: Muon by layout, AdamW for everything else."""
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from muonsplit.dialect import DEFAULT_DIALECT, Dialect, dialect_named
-from muonsplit.errors import InputError
+from muonsplit.dialect import DEFAULT_DIALECT, Dialect
+from muonsplit.errors import InputError, MuonsplitError
 from muonsplit.layout import Layout
-from muonsplit.muon.blocks import Direction, directions, refuse_rows
+from muonsplit.muon import checked
+from muonsplit.muon.blocks import Direction, directions
 from muonsplit.muon.momentum import advance_momentum
 from muonsplit.muon.step import apply_
 
@@ -60,9 +60,9 @@ class PerHeadMuon(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
-        chosen = dialect_named(dialect) if isinstance(dialect, str) else dialect
-        self.arithmetic = chosen.arithmetic.fastest() if fast else chosen.arithmetic
-        self.layouts = dict(layouts)
+        arithmetic = checked.dialect(dialect).arithmetic
+        self.arithmetic = arithmetic.fastest() if fast else arithmetic
+        self.layouts = checked.layouts(layouts)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -73,24 +73,41 @@ class PerHeadMuon(torch.optim.Optimizer):
         }
         try:
             super().__init__(params, defaults)  # pyright: ignore[reportArgumentType]
-        except ValueError as error:
-            raise InputError(f"torch refuses the parameters: {error}") from error
-        self._check()
-
-    def _check(self) -> None:
-        named: dict[str, Tensor] = {}
-        for group in self.param_groups:
-            _check_hyperparameters(group)
-            if "param_names" not in group:
-                raise InputError(
-                    "PerHeadMuon finds layouts by name; give model.named_parameters(), not "
-                    "model.parameters()."
-                )
-            named.update(zip(group["param_names"], group["params"], strict=True))
+        except MuonsplitError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise InputError(f"torch refuses params: {error}") from error
+        shapes = {name: p.shape for name, p in self._named()}
         for name, layout in self.layouts.items():
-            if name not in named:
+            if name not in shapes:
                 raise InputError(f"A layout is given for {name!r}, which is no parameter here.")
-            _check_weight(name, named[name], layout)
+            checked.weight(name, shapes[name], layout)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds named parameters, as torch's optimizers do.
+
+        Args:
+            param_group: ``params``, pairs of name and parameter, and hyperparameters of their own.
+
+        Raises:
+            InputError: As for the constructor; nothing is then added.
+        """
+        checked.hyperparameters({**self.defaults, **param_group})
+        params = param_group.get("params")
+        if isinstance(params, Iterator):
+            param_group["params"] = params = list(params)
+        checked.pairs(params, (name for name, _ in self._named()))
+        super().add_param_group(param_group)
+        if "param_names" not in self.param_groups[-1]:
+            self.param_groups.pop()
+            raise InputError(
+                "PerHeadMuon finds layouts by name; give model.named_parameters(), not "
+                "model.parameters()."
+            )
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        for group in self.param_groups:
+            yield from zip(group["param_names"], group["params"], strict=True)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -101,11 +118,15 @@ class PerHeadMuon(torch.optim.Optimizer):
 
         Returns:
             What the closure returned, or None.
+
+        Raises:
+            InputError: If a hyperparameter, gradient or state cannot be used; nothing is changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_step()
         for group in self.param_groups:
             pairs = zip(group["param_names"], group["params"], strict=True)
             ready = [(name, p) for name, p in pairs if p.grad is not None]
@@ -113,6 +134,16 @@ class PerHeadMuon(torch.optim.Optimizer):
             for _, p in ((n, p) for n, p in ready if n not in self.layouts):
                 self._adamw(p, group)
         return loss
+
+    def _check_step(self) -> None:
+        for group in self.param_groups:
+            checked.hyperparameters(group)
+        for name, p in self._named():
+            if p.grad is None:
+                continue
+            if name in self.layouts:
+                checked.weight(name, p.shape, self.layouts[name])
+            checked.gradient(name, p, self.state.get(p, {}))
 
     def orthogonalized(
         self, names: Sequence[str], updates: Sequence[Tensor]
@@ -127,18 +158,13 @@ class PerHeadMuon(torch.optim.Optimizer):
 
     def _muon(self, named: list[tuple[str, Tensor]], group: dict[str, Any]) -> None:
         for some in _batched(named):
-            updates = [self._advanced(name, p, group["momentum"]) for name, p in some]
+            updates = [self._advanced(p, group["momentum"]) for _, p in some]
             found = self.orthogonalized([name for name, _ in some], updates)
             for (_, p), direction in zip(some, found, strict=True):
                 apply_(p, direction, self.arithmetic, group["lr"], group["weight_decay"])
 
-    def _advanced(self, name: str, p: Tensor, beta: float) -> Tensor:
+    def _advanced(self, p: Tensor, beta: float) -> Tensor:
         assert p.grad is not None
-        if p.grad.layout is not torch.strided:
-            raise InputError(
-                f"The gradient of {name} is {p.grad.layout}; Muon takes dense gradients.",
-                "Train embeddings with sparse gradients by another optimizer.",
-            )
         state = self.state[p]
         if not state:
             wide = self.arithmetic.buffer_dtype == "float32" and p.dtype is not torch.float64
@@ -146,7 +172,7 @@ class PerHeadMuon(torch.optim.Optimizer):
             state.update(step=0, momentum_buffer=torch.zeros_like(p, dtype=dtype))
         state["step"] += 1
         buffer = state["momentum_buffer"]
-        return advance_momentum(p.grad, buffer, self.arithmetic, beta, state["step"])
+        return advance_momentum(p.grad.detach(), buffer, self.arithmetic, beta, state["step"])
 
     def _adamw(self, p: Tensor, group: dict[str, Any]) -> None:
         assert p.grad is not None
@@ -154,8 +180,8 @@ class PerHeadMuon(torch.optim.Optimizer):
         if not state:
             state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         state["step"] += 1
-        state["exp_avg"].lerp_(p.grad, 1 - beta1)
-        state["exp_avg_sq"].lerp_(p.grad.square(), 1 - beta2)
+        state["exp_avg"].lerp_(p.grad.detach(), 1 - beta1)
+        state["exp_avg_sq"].lerp_(p.grad.detach().square(), 1 - beta2)
         mean = state["exp_avg"] / (1 - beta1 ** state["step"])
         root = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt()
         p.mul_(1 - group["adamw_lr"] * group["weight_decay"])
@@ -172,31 +198,3 @@ def _batched(named: Sequence[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Te
         some.append((name, p))
     if some:
         yield some
-
-
-def _check_weight(name: str, weight: Tensor, layout: Layout | None) -> None:
-    shape = tuple(weight.shape)
-    if not weight.is_floating_point() or weight.layout is not torch.strided:
-        raise InputError(
-            f"{name} is {weight.dtype}, {weight.layout}; Muon needs a dense floating-point weight."
-        )
-    wanted = "2-D" if layout else "2-D or 3-D"
-    if len(shape) not in ((2,) if layout else (2, 3)):
-        raise InputError(f"{name} has shape {shape}; Muon needs it {wanted}.")
-    if layout is None:
-        return
-    if layout.rows != shape[layout.axis]:
-        raise InputError(f"{name} has shape {shape}, its layout {layout} does not fit.")
-    try:
-        refuse_rows(layout)
-    except InputError as error:
-        raise InputError(f"{name}: {error}") from None
-
-
-def _check_hyperparameters(group: Mapping[str, Any]) -> None:
-    for name in ("lr", "adamw_lr", "weight_decay", "eps"):
-        if not (math.isfinite(group[name]) and group[name] >= 0):
-            raise InputError(f"{name} must be a finite number ≥ 0, got {group[name]!r}.")
-    for name, value in (("momentum", group["momentum"]), *(("betas", b) for b in group["betas"])):
-        if not 0 <= value < 1:
-            raise InputError(f"{name} must lie in [0, 1), got {value!r}.")

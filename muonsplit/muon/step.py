@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from muonsplit.dialect import Arithmetic
+from muonsplit.errors import InputError
 from muonsplit.muon.blocks import Direction
 from muonsplit.muon.foreach import add_, mul_
-from muonsplit.newton_schulz import rounding_of
+from muonsplit.newton_schulz import refuse, rounding_of
 
 
 def apply_(
@@ -20,7 +21,16 @@ def apply_(
         arithmetic: Its ``decay``, ``decay_rate``, ``scale_on`` and ``foreach`` choose the form.
         lr: Learning rate.
         decay: Weight decay coefficient.
+
+    Raises:
+        InputError: If a number is negative or not finite, or a tensor does not fit.
     """
+    refuse.number("lr", lr)
+    refuse.number("decay", decay)
+    refuse.tensor("parameter", parameter)
+    if direction.update.shape != parameter.shape:
+        shapes = f"{tuple(direction.update.shape)}, the parameter {tuple(parameter.shape)}"
+        raise InputError(f"direction has shape {shapes}.")
     if arithmetic.step_dtype == "float32" and parameter.dtype in (torch.bfloat16, torch.float16):
         wide = parameter.float()
         _apply_(wide, direction, arithmetic, lr, decay)

@@ -13,6 +13,7 @@ in float64, then the lower precisions.
 """
 
 from muonsplit.dialect.coefficients import COEFFICIENTS, Coefficients, schedule
+from muonsplit.newton_schulz import refuse
 from muonsplit.newton_schulz.fast import orthogonalize_into
 from muonsplit.newton_schulz.oracle import polynomial, singular_value_oracle
 from muonsplit.newton_schulz.rounding import Rounding, rounding, rounding_of
@@ -26,6 +27,7 @@ __all__ = [
     "newton_schulz",
     "orthogonalize_into",
     "polynomial",
+    "refuse",
     "rounding",
     "rounding_of",
     "scale_factor",

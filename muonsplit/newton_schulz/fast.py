@@ -177,7 +177,7 @@ def _scaled(x: Tensor, R: Tensor, buffer: Tensor, arithmetic: Arithmetic) -> tup
         _gram_of(x[i : i + 1], R[i : i + 1])
         trace[i] = R[i].diagonal().sum()
     divisor = denominator(trace.double().sqrt() * powers, arithmetic)
-    scale = torch.where(divisor == 0, 0.0, powers / divisor).to(x.dtype).view(-1, 1, 1)
+    scale = (powers / divisor).to(x.dtype).view(-1, 1, 1)
     R.mul_(scale.square())
     return x, scale
 

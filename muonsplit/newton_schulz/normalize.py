@@ -7,15 +7,22 @@ from muonsplit.dialect import Arithmetic
 from muonsplit.newton_schulz.rounding import Rounding
 
 
-def denominator(norms: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """What a block of a norm is divided by."""
+def denominator(norms: Tensor, arithmetic: Arithmetic, q: Rounding = lambda x: x) -> Tensor:
+    """What a block of a norm is divided by, rounded; never zero, so that a zero block stays zero.
+
+    Args:
+        norms: Any shape.
+        arithmetic: Its factor, ε and rule.
+        q: The rounding, below which ε may vanish.
+    """
     if arithmetic.norm_factor != 1.0:
         norms = norms * arithmetic.norm_factor
     if arithmetic.normalize == "clamp":
-        return norms.clamp(min=arithmetic.epsilon)
-    if arithmetic.normalize == "scaled":
-        return torch.where(norms == 0, 1.0, norms)
-    return norms + arithmetic.epsilon
+        norms = norms.clamp(min=arithmetic.epsilon)
+    elif arithmetic.normalize == "add":
+        norms = norms + arithmetic.epsilon
+    divisors = q(norms)
+    return torch.where(divisors == 0, 1.0, divisors)
 
 
 def normalize(X_BMN: Tensor, arithmetic: Arithmetic, q: Rounding) -> Tensor:
@@ -33,7 +40,7 @@ def _prepared(X: Tensor, arithmetic: Arithmetic) -> Tensor:
 def _divisors(X: Tensor, arithmetic: Arithmetic, q: Rounding) -> Tensor:
     # One reduction a block: a batched norm may reduce in another order for another batch size.
     norms = torch.stack([q(x.norm()) for x in X]).view(-1, 1, 1)
-    return q(denominator(norms, arithmetic))
+    return denominator(norms, arithmetic, q)
 
 
 def power_of_two(x: Tensor) -> tuple[Tensor, float]:

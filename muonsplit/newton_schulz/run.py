@@ -6,6 +6,7 @@ from torch import Tensor
 from muonsplit.dialect import Arithmetic
 from muonsplit.dialect.coefficients import schedule
 from muonsplit.errors import InputError
+from muonsplit.newton_schulz import refuse
 from muonsplit.newton_schulz.fast import aligned, gram_pays, orthogonalize_into
 from muonsplit.newton_schulz.gram import gram
 from muonsplit.newton_schulz.normalize import normalize
@@ -29,14 +30,13 @@ def newton_schulz(X_BMN: Tensor, arithmetic: Arithmetic) -> Tensor:
         is emulated.
 
     Raises:
-        InputError: If the batch is not 3-D, empty, or not floating point.
+        InputError: If the batch is not 3-D, empty, or not dense floating point, or requires grad.
         UsageError: If the arithmetic names no known coefficient set.
     """
-    if X_BMN.ndim != 3 or not X_BMN.is_floating_point() or 0 in X_BMN.shape:
-        raise InputError(
-            "Newton–Schulz takes a non-empty floating-point batch [blocks, rows, columns], got "
-            f"shape {tuple(X_BMN.shape)} and dtype {X_BMN.dtype}."
-        )
+    refuse.arithmetic(arithmetic)
+    refuse.tensor("X_BMN, a floating-point batch [blocks, rows, columns],", X_BMN, (3,))
+    if 0 in X_BMN.shape:
+        raise InputError(f"X_BMN, a floating-point batch, is empty: {tuple(X_BMN.shape)}.")
     if arithmetic.form == "fast":
         result = torch.empty_like(
             X_BMN, dtype=arithmetic.dtype_on(X_BMN.device), memory_format=torch.contiguous_format
