@@ -1,5 +1,7 @@
 """Hypothesis strategies: layouts, matrices and the bits they are compared by."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -81,6 +83,82 @@ def projections(min_heads: int = 1) -> st.SearchStrategy[Heads]:
         st.integers(2, 48),
         st.integers(0, 2**31 - 1),
     )
+
+
+class Place(NamedTuple):
+    """Where a matrix lies in memory, all in elements.
+
+    Attributes:
+        offset: Elements before its first.
+        gap: Elements between its rows, or columns.
+        by_columns: Whether it is stored transposed.
+    """
+
+    offset: int
+    gap: int
+    by_columns: bool
+
+    def hold(self, x: Tensor) -> Tensor:
+        """A copy of a matrix in such a place, with NaN around it."""
+        outer, inner = x.T.shape if self.by_columns else x.shape
+        memory = x.new_full((self.offset + outer * (inner + self.gap),), torch.nan)
+        held = memory[self.offset :].view(outer, inner + self.gap)[:, :inner]
+        held = held.T if self.by_columns else held
+        return held.copy_(x)
+
+
+def places() -> st.SearchStrategy[Place]:
+    """Contiguous, offset, strided and transposed."""
+    return st.builds(
+        Place, st.sampled_from([0, 0, 1, 3, 16, 17]), st.sampled_from([0, 0, 1, 16]), st.booleans()
+    )
+
+
+class Sharding(NamedTuple):
+    """A projection whose heads are moved, cut into shards and laid somewhere in memory.
+
+    Attributes:
+        p: The projection.
+        tp: Equal shards.
+        order: Where each head comes from.
+        place: Where the whole lies.
+        shard_place: Where each shard lies.
+        threads: Threads that compute.
+    """
+
+    p: Heads
+    tp: int
+    order: tuple[int, ...]
+    place: Place
+    shard_place: Place
+    threads: int
+
+
+@st.composite
+def shardings(draw: st.DrawFn, max_heads: int = 6) -> Sharding:
+    """Shardings of sizes that vector units divide and of sizes they do not, wide and tall."""
+    heads = draw(st.integers(1, max_heads))
+    width = draw(st.integers(2, 64) | st.sampled_from([16, 32, 48, 64]))
+    cols = draw(st.integers(2, 96) | st.sampled_from([16, 64, 96]))
+    return Sharding(
+        Heads(heads, width, cols, draw(st.integers(0, 2**31 - 1))),
+        draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0])),
+        tuple(draw(st.permutations(range(heads)))),
+        draw(places()),
+        draw(places()),
+        draw(st.sampled_from([1, 2])),
+    )
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Computes with that many threads, then with as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def bits(x: Tensor) -> Tensor:

@@ -4,13 +4,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from muonsplit.dialect import DIALECTS, Arithmetic
 from muonsplit.layout import Layout, Segment
 from muonsplit.muon import directions, orthogonalize
-from property.strategies import Heads, projections, same_bits
+from muonsplit.newton_schulz import fast, newton_schulz, singular_value_oracle
+from muonsplit.observe.tolerance import rounding_bound
+from property.strategies import (
+    Heads,
+    Place,
+    Sharding,
+    places,
+    projections,
+    same_bits,
+    shardings,
+    threads,
+)
 
 ARITHMETICS = {
     "gram-fp32": DIALECTS["deepspeed-0.19.8"].arithmetic,
@@ -18,6 +30,10 @@ ARITHMETICS = {
     "standard-bf16": DIALECTS["deepspeed-0.19.8-standard"].arithmetic,
     "addmm-bf16": DIALECTS["torch-2.13"].arithmetic,
     "right-bf16": DIALECTS["dion"].arithmetic,
+    "fast-fp32": DIALECTS["deepspeed-0.19.8"].arithmetic.fastest(),
+    "gram-addmm-fp16": DIALECTS["gram-newton-schulz-0.1.6"].arithmetic,
+    "gram-paren-fp16": replace(DIALECTS["optimuon-0.1.1"].arithmetic, scale_per="block"),
+    "factored-bf16": DIALECTS["heavyball-3.2.1"].arithmetic,
 }
 arithmetics = pytest.mark.parametrize("arithmetic", ARITHMETICS.values(), ids=ARITHMETICS)
 
@@ -141,3 +157,122 @@ def test_a_block_of_a_grouped_layout_is_that_block_alone(
         ((start, stop),) = block.spans
         alone = orthogonalize(matrix[start:stop].clone(), None, arithmetic)
         assert same_bits(result[start:stop], alone)
+
+
+AS_IT_IS, ODD = Place(0, 0, False), Place(3, 1, True)
+
+
+@arithmetics
+@given(case=shardings())
+# A product that stands alone is the one BLAS splits between threads: by rows from 64 on, and by
+# the inner dimension where that is long.
+@example(case=Sharding(Heads(2, 64, 96, 0), 2, (1, 0), AS_IT_IS, AS_IT_IS, 2))
+@example(case=Sharding(Heads(3, 96, 64, 1), 3, (2, 0, 1), AS_IT_IS, ODD, 2))
+@example(case=Sharding(Heads(2, 32, 2048, 2), 2, (0, 1), ODD, AS_IT_IS, 2))
+@example(case=Sharding(Heads(4, 48, 50, 3), 2, (3, 1, 2, 0), ODD, Place(16, 16, False), 1))
+def test_shards_of_moved_heads_anywhere_in_memory(arithmetic: Arithmetic, case: Sharding) -> None:
+    p = case.p
+    update, rows = p.update(), p.layout.rows // case.tp
+    moved = torch.cat([update[p.rows(head)] for head in case.order])
+    with threads(case.threads):
+        result = orthogonalize(case.place.hold(update), p.layout, arithmetic)
+        expected = torch.cat([result[p.rows(head)] for head in case.order])
+        assert bool(expected.isfinite().all())
+        for start in range(0, p.layout.rows, rows):
+            held = case.shard_place.hold(moved[start : start + rows])
+            shard = orthogonalize(held, p.layout.shard(start, start + rows), arithmetic)
+            assert same_bits(shard, expected[start : start + rows])
+
+
+@given(case=shardings(), mates=st.integers(1, 3), at_once=st.integers(1, 5))
+@example(case=Sharding(Heads(3, 64, 96, 0), 1, (0, 1, 2), ODD, AS_IT_IS, 2), mates=1, at_once=2)
+def test_chunks_of_the_fast_form_do_not_show(case: Sharding, mates: int, at_once: int) -> None:
+    """A chunk's last blocks may stand alone, and its buffers hold what the chunk before left."""
+    arithmetic, p = ARITHMETICS["fast-fp32"], case.p
+    update = case.place.hold(p.update())
+    poison = torch.full_like(update, torch.nan)
+    short, long = sorted((p.width, p.cols))
+    block_bytes = 4 * (2 * short * long + 4 * short * short)
+    with threads(case.threads), pytest.MonkeyPatch.context() as patch:
+        expected = orthogonalize(update, p.layout, arithmetic)
+        patch.setattr(fast, "_CACHE_BYTES", at_once * block_bytes)
+        found = directions([poison] * mates + [update], [p.layout] * (mates + 1), arithmetic)
+    assert same_bits(found[-1].scaled, expected)
+
+
+def exact_heads(p: Heads, update: Tensor, arithmetic: Arithmetic) -> list[tuple[Tensor, float]]:
+    """Each head's exact update without the scale, and how far rounding may take one from it."""
+    blocks = update.view(p.heads, p.width, p.cols)
+    bounds = [rounding_bound(block, arithmetic) for block in blocks]
+    return list(zip(singular_value_oracle(blocks, arithmetic), bounds, strict=True))
+
+
+SIZES = [(3, 64, 96), (2, 96, 64), (5, 24, 50), (2, 32, 2048), (2, 200, 200)]
+sizes = pytest.mark.parametrize("size", SIZES, ids=str)
+
+
+@sizes
+@arithmetics
+def test_other_threads_move_a_result_within_its_rounding(
+    arithmetic: Arithmetic, size: tuple[int, int, int]
+) -> None:
+    p = Heads(*size, seed=3)
+    update = p.update()
+    for count in (1, 2):
+        with threads(count):
+            found = newton_schulz(update.view(size), arithmetic)
+        for block, (exact, bound) in zip(found, exact_heads(p, update, arithmetic), strict=True):
+            assert float((block.double() - exact).norm()) <= bound * float(exact.norm())
+
+
+FLOAT64 = {
+    name: replace(ARITHMETICS[base], cpu_dtype="float64", compute_dtype="float64", pre_cast=None)
+    for name, base in {
+        "gram": "gram-fp32",
+        "addmm": "addmm-bf16",
+        "right": "right-bf16",
+        "factored": "factored-bf16",
+        "fast": "fast-fp32",
+    }.items()
+}
+
+
+@pytest.mark.parametrize("arithmetic", FLOAT64.values(), ids=FLOAT64)
+@given(case=shardings(max_heads=4))
+@example(case=Sharding(Heads(2, 64, 96, 0), 2, (1, 0), AS_IT_IS, ODD, 2))
+def test_float64_shards_are_equal_within_their_rounding(
+    arithmetic: Arithmetic, case: Sharding
+) -> None:
+    """Not in bits: what BLAS makes of a float64 product depends on where it lies in memory."""
+    p = case.p
+    update, rows = p.update().double(), p.layout.rows // case.tp
+    # The bound knows nothing of the scale's own rounding.
+    unscaled = replace(arithmetic, scale="none")
+    with threads(case.threads):
+        result = orthogonalize(case.place.hold(update), p.layout, unscaled)
+        shards = [
+            orthogonalize(
+                case.shard_place.hold(update[start : start + rows]),
+                p.layout.shard(start, start + rows),
+                unscaled,
+            )
+            for start in range(0, p.layout.rows, rows)
+        ]
+    assert result.dtype == torch.float64
+    apart = torch.cat(shards) - result
+    for head, (exact, bound) in enumerate(exact_heads(p, update, unscaled)):
+        # Each side is within the bound of what is exact.
+        assert float(apart[p.rows(head)].norm()) <= 2 * bound * float(exact.norm())
+
+
+@given(p=projections(min_heads=2), place=places())
+def test_a_scale_by_the_whole_matrix_is_all_that_a_shard_changes(p: Heads, place: Place) -> None:
+    """Such a dialect scales a shard by the shard's own shape; it cannot know the weight's."""
+    matrix = replace(DIALECTS["optimuon-0.1.1"].arithmetic, scale_on="rate")
+    update = p.update()
+    whole = directions([place.hold(update)], [p.layout], matrix)[0]
+    shard = directions([place.hold(update[: p.width])], [p.layout.shard(0, p.width)], matrix)[0]
+    assert same_bits(shard.update, whole.update[: p.width])
+    rows = {"whole": p.heads * p.width, "shard": p.width}
+    wanted = {name: max(1.0, r / p.cols) ** 0.5 for name, r in rows.items()}
+    assert {"whole": whole.rate, "shard": shard.rate} == wanted

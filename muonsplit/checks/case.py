@@ -12,7 +12,7 @@ from muonsplit.dialect import Dialect
 from muonsplit.geometry import Decision, Plan
 from muonsplit.layout import Layout
 from muonsplit.models.load import Config
-from muonsplit.muon import advance_momentum, directions
+from muonsplit.muon import Direction, advance_momentum, directions
 from muonsplit.observe import gradients
 from muonsplit.observe.cut import Cut, differing_lines, scan, turned_lines
 from muonsplit.observe.tolerance import rounding_bound
@@ -97,11 +97,14 @@ class Case:
         drawn = gradients.draw(self.shapes, self.seed, "conditioned", *key)
         for d in self.plan.decisions:
             gradient = drawn[d.name]
+            sizes = gradients.generator(self.seed, "sizes", *key, d.name)
+            sized = [
+                gradients.conditioned(b) * _sizes(b, sizes) for b in batches(gradient, d.layout)
+            ]
             if d.layout is None:
-                drawn[d.name] = gradients.conditioned(gradient)
+                drawn[d.name] = sized[0].view(gradient.shape)
             else:
-                sized = (gradients.conditioned(b) * _sizes(b) for b in d.layout.batches(gradient))
-                d.layout.write(list(sized), gradient)
+                d.layout.write(sized, gradient)
         return drawn
 
     @cached_property
@@ -222,10 +225,10 @@ class Case:
         beta = self.stated(weight, self.base.settings[0]).momentum
         return advance_momentum(gradient, torch.zeros_like(gradient), self.dialect.arithmetic, beta)
 
-    def rate(self, decision: Decision) -> float | Tensor:
-        """The part of a weight's scale that its dialect puts on the learning rate."""
+    def first_direction(self, decision: Decision) -> Direction:
+        """What the dialect makes of a weight's first gradient, exactly."""
         update = self.direction(decision.name)
-        return directions([update], [decision.layout], self.dialect.arithmetic.exact())[0].rate
+        return directions([update], [decision.layout], self.dialect.arithmetic.exact())[0]
 
     def bound(self, decision: Decision, direction: Tensor | None = None) -> float:
         """The largest relative error that rounding may cause in one block of a weight.
@@ -255,9 +258,9 @@ def separating(count: int) -> list[list[int]]:
     return halves
 
 
-def _sizes(batch: Tensor) -> Tensor:
-    """A different factor for each block, from ½ to 2."""
-    return torch.logspace(-1, 1, len(batch), base=2.0).view(-1, 1, 1)
+def _sizes(batch: Tensor, source: torch.Generator) -> Tensor:
+    """A random factor for each block, from ½ to 2, so that norms are rounded either way."""
+    return 4.0 ** (torch.rand(len(batch), 1, 1, generator=source) - 0.5)
 
 
 def _loud_rank_one(gradient: Tensor) -> Tensor:
@@ -265,11 +268,16 @@ def _loud_rank_one(gradient: Tensor) -> Tensor:
     return ((rows[:1] + 1e-3 * rows) * _MUCH_LOUDER).view(gradient.shape)
 
 
+def batches(weight: Tensor, layout: Layout | None) -> list[Tensor]:
+    """The blocks of a weight, or the matrices of a stack, equal ones together."""
+    if layout is not None:
+        return layout.batches(weight)
+    return [weight if weight.ndim == 3 else weight.unsqueeze(0)]
+
+
 def matrices(weight: Tensor, layout: Layout | None) -> list[Tensor]:
     """The blocks of a weight, or the matrices of a stack, one by one."""
-    if layout is not None:
-        return [block for batch in layout.batches(weight) for block in batch]
-    return list(weight) if weight.ndim == 3 else [weight]
+    return [block for batch in batches(weight, layout) for block in batch]
 
 
 def _lines(shape: Sequence[int], axis: int) -> int:

@@ -21,6 +21,7 @@ class Fault:
         name: Name on the command line, as ``faulty:NAME``.
         check: Id of the check that must be the first to fail.
         model: Golden model on which the fault shows.
+        dialect: Dialect it claims to speak.
         kind: Whether only a per-head split can have it, or any Muon.
         origin: Where it was seen in public, or that it was made for its check.
         summary: What is wrong, in one line.
@@ -29,6 +30,7 @@ class Fault:
     name: str
     check: str
     model: str
+    dialect: str
     kind: Kind
     origin: str
     summary: str
@@ -38,14 +40,19 @@ FAULTS: dict[str, Fault] = {}
 
 
 def fault(
-    *, check: str, model: str, kind: Kind = "per-head Muon", origin: str = _MADE
+    *,
+    check: str,
+    model: str,
+    dialect: str = DEFAULT_DIALECT,
+    kind: Kind = "per-head Muon",
+    origin: str = _MADE,
 ) -> Callable[[Factory], Factory]:
     """Registers a factory as a fault; its docstring says what is wrong."""
 
     def register(factory: Factory) -> Factory:
         name = factory.__name__.replace("_", "-")
         summary = (factory.__doc__ or "").strip().splitlines()[0]
-        FAULTS[name] = Fault(name, check, model, kind, origin, summary)
-        return subject(dialect=DEFAULT_DIALECT, recognises=False, models=(model,))(factory)
+        FAULTS[name] = Fault(name, check, model, dialect, kind, origin, summary)
+        return subject(dialect=dialect, recognises=False, models=(model,))(factory)
 
     return register

@@ -11,7 +11,12 @@ from muonsplit.faulty.base import Broken, Layouts, broken
 from muonsplit.faulty.registry import fault
 from muonsplit.layout import Layout
 from muonsplit.muon import Direction, orthogonalize
+from muonsplit.newton_schulz import scale_factor
 from muonsplit.subjects.protocol import Hyper
+
+
+# Jordan's but for b, which is −4.7750.
+_MISTYPED = (3.4445, -4.7770, 2.0315)
 
 
 def _with(**changes: object) -> Dialect:
@@ -23,6 +28,25 @@ def _with(**changes: object) -> Dialect:
 def one_step_short(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
     """Four Newton–Schulz steps instead of five."""
     return broken(model, layouts, hyper, dialect=_with(steps=4))
+
+
+@fault(
+    check="arithmetic.bias",
+    model="llama",
+    dialect="deepspeed-0.19.8-standard",
+    kind="any Muon",
+)
+def coefficient_mistyped(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
+    """In bfloat16, b is −4.7770 for −4.7750; each update is 0.7 % off, where rounding makes 4 %."""
+
+    def how(update: Tensor, layout: Layout | None, arithmetic: Arithmetic) -> Tensor:
+        if layout is None:
+            return _mistyped(update.view(-1, *update.shape[-2:]), arithmetic).view_as(update)
+        result = torch.empty_like(update)
+        layout.write([_mistyped(batch, arithmetic) for batch in layout.batches(update)], result)
+        return result
+
+    return broken(model, layouts, hyper, how, dialect_named("deepspeed-0.19.8-standard"))
 
 
 @fault(check="state.momentum", model="llama", kind="any Muon")
@@ -104,3 +128,20 @@ def not_a_number(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
         return result
 
     return broken(model, layouts, hyper, how)
+
+
+def _mistyped(batch: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """Five steps in emulated bfloat16, as one writes them down."""
+    factor = scale_factor(arithmetic, *batch.shape[1:])
+    X = batch.mT if batch.shape[1] > batch.shape[2] else batch
+    X = _bfloat16(_bfloat16(X) / _bfloat16(X.norm(dim=(1, 2), keepdim=True)))
+    a, b, c = _MISTYPED
+    for _ in range(5):
+        A = _bfloat16(X @ X.mT)
+        B = _bfloat16(_bfloat16(b * A) + _bfloat16(_bfloat16(c * A) @ A))
+        X = _bfloat16(_bfloat16(a * X) + _bfloat16(B @ X))
+    return (X.mT if batch.shape[1] > batch.shape[2] else X).contiguous() * factor
+
+
+def _bfloat16(x: Tensor) -> Tensor:
+    return x.bfloat16().float()

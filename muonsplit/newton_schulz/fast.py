@@ -24,14 +24,17 @@ _ALIGNMENT = 64  # bytes; BLAS chooses kernels by it
 _SAFE = (1e-24, 1e24)
 
 
-def aligned(X: Tensor) -> bool:
-    """Whether every block of a batch, and of its Gram matrices, starts on a 64-byte boundary.
+def may_share(X: Tensor) -> bool:
+    """Whether blocks may be in one batch without its size showing in their bits.
 
-    BLAS chooses kernels by alignment on a CPU, so elsewhere in a batch a block would be summed in
-    another order. On an accelerator equal bits for another batch are not ours to promise.
+    BLAS chooses kernels by alignment on a CPU, so every block, and every Gram matrix, has to start
+    on a 64-byte boundary; and it divides a product that stands alone between threads, but not one
+    among others. On an accelerator equal bits for another batch are not ours to promise.
     """
+    if X.device.type != "cpu":
+        return True
     short, long = sorted(X.shape[-2:])
-    return X.device.type != "cpu" or (short * short % 16 == 0 and short * long % 16 == 0)
+    return torch.get_num_threads() == 1 and short * short % 16 == 0 and short * long % 16 == 0
 
 
 def gram_pays(rows: int, cols: int) -> bool:
@@ -57,7 +60,7 @@ def orthogonalize_into(
     workspace = _Workspace(rows, cols, arithmetic.dtype_on(sources[0].device), sources[0])
     # No more than half, so that the workspace stays below the results.
     at_once = min(workspace.at_once, max(1, sum(map(len, sources)) // 2))
-    for pieces in _chunks(sources, targets, at_once if aligned(sources[0]) else 1):
+    for pieces in _chunks(sources, targets, at_once if may_share(sources[0]) else 1):
         _chunk(pieces, workspace, arithmetic)
 
 

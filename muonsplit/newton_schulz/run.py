@@ -7,7 +7,7 @@ from muonsplit.dialect import Arithmetic
 from muonsplit.dialect.coefficients import schedule
 from muonsplit.errors import InputError
 from muonsplit.newton_schulz import refuse
-from muonsplit.newton_schulz.fast import aligned, gram_pays, orthogonalize_into
+from muonsplit.newton_schulz.fast import gram_pays, may_share, orthogonalize_into
 from muonsplit.newton_schulz.gram import gram
 from muonsplit.newton_schulz.normalize import normalize
 from muonsplit.newton_schulz.products import step
@@ -19,7 +19,7 @@ def newton_schulz(X_BMN: Tensor, arithmetic: Arithmetic) -> Tensor:
 
     On a CPU, for one dtype below float64 and one form, a block's result depends on its own bits
     only, not on its neighbours or their number: blocks are made contiguous and normalised one by
-    one, and those that a batch would not keep aligned are iterated alone.
+    one, and those whose batch would show are iterated alone.
 
     Args:
         X_BMN: Blocks, shape ``[B, M, N]``, floating point, M and N at least 1.
@@ -43,7 +43,7 @@ def newton_schulz(X_BMN: Tensor, arithmetic: Arithmetic) -> Tensor:
         )
         orthogonalize_into([X_BMN], [result], arithmetic)
         return result
-    if len(X_BMN) > 1 and not aligned(X_BMN):
+    if len(X_BMN) > 1 and not may_share(X_BMN):
         return torch.cat([_iterate(X.unsqueeze(0), arithmetic) for X in X_BMN])
     return _iterate(X_BMN, arithmetic)
 

@@ -1,33 +1,25 @@
-"""How far a legal update may be from the exact one: derived, with three stated constants.
+"""How far a legal update may be from the exact one: derived, with two stated constants.
 
-Rounding x = m·2ᵉ to a dtype of unit roundoff u errs uniformly in ±u·2ᵉ, so relative to x by
-u/(√3·m); over mantissas m spread logarithmically in [1, 2) its root mean square is u/√3 · 0.735.
-A step f(σ) = aσ + bσ³ + cσ⁵ adds the noise of its own products and passes on what came before.
-What is passed on is known exactly: in the basis of X's singular vectors the derivative of f
-multiplies
-
-    the symmetric part inside the row space   by (f(σᵢ) − f(σⱼ)) / (σᵢ − σⱼ),
-    the antisymmetric part inside it          by (f(σᵢ) + f(σⱼ)) / (σᵢ + σⱼ),
-    what leaves the row space                 by f(σᵢ) / σᵢ,
-
-so the variance of the noise is followed entry by entry in that basis. Noise in the Gram matrix A
-passes through g(λ) = bλ + cλ², by b + c(λᵢ + λⱼ), and reaches X inside its row space. A product
-over k terms also rounds its growing partial sums in float32 (float64 in float64), k/3 times the
-variance of a single rounding when all terms have one sign and are added one by one.
-
-The squared error is then a sum of independent squares with variances v, which exceeds
+Noise is followed through the iteration entry by entry (:mod:`muonsplit.observe.noise`,
+:mod:`muonsplit.observe.gram_noise`). The squared error is then a sum of independent squares with
+variances v, which exceeds
 
     Σv + 2·√(t·Σv²) + 2·t·max v
 
 with probability e⁻ᵗ at most (Laurent and Massart, Annals of Statistics 28, 2000, lemma 1).
 
 The norm is one number: its error is a common factor, which does not average out. It moves each
-singular value by σ·F′(σ), F being all steps, and its largest value is allowed beside the noise.
+singular value by σ·F′(σ), F being all steps, and its largest value is allowed beside the noise. So
+is that of a where a Gram iteration holds aI as a matrix.
 
 On directions below the noise floor the gains are large and the bound grows by itself.
+
+docs/tolerances.md has every budget of the package in one table, with what was measured.
 """
 
 import math
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -35,15 +27,15 @@ from torch import Tensor
 
 from muonsplit.dialect import Arithmetic
 from muonsplit.newton_schulz import Coefficients, schedule
+from muonsplit.newton_schulz.gram import segments
+from muonsplit.observe.gram_noise import Order, take_run
+from muonsplit.observe.noise import Noise, Roundings, energy, take_step
 
 # Chosen: one false alarm in 10⁹ blocks.
-_TAIL = math.log(1e9)
+TAIL = math.log(1e9)
 # Assumed: roundings are not quite independent, those of a symmetric product come in pairs.
 _DEPENDENT = 2.0
-_RMS = 0.735 / 3**0.5
-# Measured: the Gram form squares singular values before it rounds. Its error was at most eight
-# times the standard form's over Gaussian, log-spaced, outlier and rank-deficient spectra.
-GRAM = 10.0
+_DIGITS = 2.0**17
 
 
 def rounding_bound(block: Tensor, arithmetic: Arithmetic) -> float:
@@ -56,129 +48,110 @@ def rounding_bound(block: Tensor, arithmetic: Arithmetic) -> float:
     Returns:
         ‖computed − exact‖ / ‖exact‖ that one block in 10⁹ exceeds.
     """
-    noise = _propagate(block, arithmetic)
-    total = noise.inside.sum() + noise.copies * noise.outside.sum()
-    squares = _energy(noise.inside) + noise.copies * _energy(noise.outside)
-    tail = total + 2 * (_TAIL * squares).sqrt() + 2 * _TAIL * noise.largest
-    return noise.relative((_DEPENDENT * tail).sqrt(), noise.common.norm())
+    return _bounds(*_spectrum(block), arithmetic).rounding
 
 
 def size_bound(block: Tensor, arithmetic: Arithmetic) -> float:
     """The error that rounding may cause in the size of one block's update, ⟨U, O⟩ / ⟨O, O⟩.
 
     A size is one projection of all the noise, on the update itself, which has only its singular
-    values in that basis; it is far sharper than :func:`rounding_bound`.
+    values in that basis; it is far sharper than :func:`rounding_bound`. What noise does to the
+    second order, by the curvature of F, has one sign and is about its square.
 
     Args:
         block: As for :func:`rounding_bound`.
         arithmetic: Likewise.
     """
-    noise = _propagate(block, arithmetic)
-    projected = noise.common.dot(noise.result).abs() / noise.result.norm().clamp(min=1e-300)
-    weights = noise.result.square() / noise.result.square().sum().clamp(min=1e-300)
-    variance = noise.inside.diagonal().dot(weights)
-    return noise.relative((_DEPENDENT * 2 * _TAIL * variance).sqrt(), projected)
+    return _bounds(*_spectrum(block), arithmetic).size
 
 
-class _Noise(NamedTuple):
-    """What rounding adds to a block's update.
-
-    Attributes:
-        inside: Variances in the row space, by pairs of singular vectors.
-        outside: Variances outside it, by singular vector, alike in ``copies`` columns.
-        copies: Columns outside the row space.
-        common: Largest error of each singular value by the norm's own rounding.
-        result: Singular values of the exact update.
-        factor: How much worse than the standard form the form is.
-    """
-
-    inside: Tensor
-    outside: Tensor
-    copies: int
-    common: Tensor
-    result: Tensor
-    factor: float
-
-    @property
-    def largest(self) -> Tensor:
-        """The largest variance of an entry."""
-        return torch.maximum(self.inside.max(), self.outside.max())
-
-    def relative(self, random: Tensor, common: Tensor) -> float:
-        """Both kinds of error over the size of the update."""
-        return float(self.factor * (random + common) / self.result.norm().clamp(min=1e-300))
+class _Bounds(NamedTuple):
+    rounding: float
+    size: float
 
 
-def _propagate(block: Tensor, arithmetic: Arithmetic) -> _Noise:
-    X = block.double()
-    wide = X if X.shape[0] <= X.shape[1] else X.mT
-    rows, cols = wide.shape
-    S = torch.linalg.svdvals(wide)
-    S = S / S.square().sum().sqrt().clamp(min=1e-300) / arithmetic.norm_factor
-    u, summing = _RMS * arithmetic.roundoff, _RMS * _summing(arithmetic)
+def _spectrum(block: Tensor) -> tuple[tuple[float, ...], tuple[int, int]]:
+    """Normalised singular values to five digits, so that equal spectra are equal, and the shape."""
+    S = torch.linalg.svdvals(block.double())
+    mantissas, exponents = torch.frexp(S / S.square().sum().sqrt().clamp(min=1e-300))
+    rounded = torch.ldexp((mantissas * _DIGITS).round() / _DIGITS, exponents)
+    return tuple(rounded.tolist()), (block.shape[0], block.shape[1])
+
+
+@lru_cache(maxsize=4096)
+def _bounds(S: tuple[float, ...], shape: tuple[int, int], arithmetic: Arithmetic) -> _Bounds:
+    values = torch.tensor(S, dtype=torch.float64) / arithmetic.norm_factor
+    noises = _noises(values, shape, arithmetic)
+    distances = [_distance(noise) for noise in noises]
+    sizes = [_projection(n) + d**2 for n, d in zip(noises, distances, strict=True)]
+    return _Bounds(max(distances), max(sizes))
+
+
+def _distance(noise: Noise) -> float:
+    shared = noise.shared.square().sum(1)
+    total = noise.inside.sum() + noise.copies * noise.outside.sum() + shared.sum()
+    squares = energy(noise.inside) + noise.copies * energy(noise.outside) + energy(shared)
+    largest = torch.cat((noise.inside.flatten(), noise.outside, shared)).max()
+    tail = total + 2 * (TAIL * squares).sqrt() + 2 * TAIL * largest
+    return float(((_DEPENDENT * tail).sqrt() + noise.common.norm()) / _size(noise))
+
+
+def _projection(noise: Noise) -> float:
+    shares = noise.result / _size(noise)
+    variance = noise.inside.diagonal().dot(shares.square()) + energy(noise.shared @ shares)
+    random = (_DEPENDENT * 2 * TAIL * variance).sqrt()
+    return float((random + noise.common.dot(shares.abs())) / _size(noise))
+
+
+def _size(noise: Noise) -> Tensor:
+    return noise.result.norm().clamp(min=1e-300)
+
+
+def _noises(S: Tensor, shape: tuple[int, int], arithmetic: Arithmetic) -> list[Noise]:
+    """The noise of each road that an arithmetic may take with a block of a spectrum."""
+    steps = schedule(arithmetic)
+    # The fast form takes no step on the block itself either, it multiplies it by a Q.
+    runs = [steps[i : i + 1] for i in range(len(steps))]
+    standard = _propagate(S, shape, arithmetic, runs, gram=arithmetic.form == "fast")
+    square = shape[0] == shape[1]
+    if arithmetic.iteration == "standard" or (arithmetic.iteration == "gram" and square):
+        return [standard]
+    gram = _propagate(S, shape, arithmetic, segments(steps, arithmetic.restarts), gram=True)
+    return [standard, gram] if arithmetic.iteration == "auto" else [gram]
+
+
+def _propagate(
+    S: Tensor,
+    shape: tuple[int, int],
+    arithmetic: Arithmetic,
+    runs: Sequence[Sequence[Coefficients]],
+    *,
+    gram: bool,
+) -> Noise:
+    rows, cols = sorted(shape)
+    unit = _roundoff(arithmetic.cpu_dtype)
+    sums = _roundoff("float64" if arithmetic.cpu_dtype == "float64" else "float32")
+    roundings = Roundings(unit, sums, rows, cols)
+    outer = Roundings(_roundoff(arithmetic.pre_cast or arithmetic.cpu_dtype), sums, rows, cols)
+    single = Roundings(sums, sums, rows, cols)
+    # Momentum and its Nesterov step, four roundings; the cast and the division.
+    entering = (4 * single.of(S) + outer.of(S) + roundings.of(S)) / (rows * cols)
+    inside = entering.expand(rows, rows)
     # The norm's own rounding, those of the factor and ε, and its sum of squares.
-    norm_error = 3 * arithmetic.roundoff + _summing(arithmetic) * (rows * cols / 3) ** 0.5
-    slope = S
-    # The cast and the division, over all entries.
-    inside = (2 * _energy(S) * u**2 / (rows * cols)).expand(rows, rows)
-    outside = inside[0]
-    for coefficients in schedule(arithmetic):
-        spread, through = _added(S, coefficients, (rows, cols), u, summing)
-        inside = _passed_inside(inside, S, coefficients) + spread + through
-        outside = outside * _ratio(S, coefficients).square() + spread
-        slope = slope * _slope(S, coefficients)
-        S = _f(S, coefficients)
-    factor = GRAM if arithmetic.iteration != "standard" else 1.0
-    return _Noise(inside, outside, cols - rows, norm_error * slope.abs(), S.abs(), factor)
+    in_norm = 3 * (unit if arithmetic.norm_dtype == "compute" else sums)
+    norm_error = in_norm + sums * (rows * cols / 3) ** 0.5
+    noise = Noise(inside, inside[0], cols - rows, norm_error * S, S.new_zeros(0, rows), S)
+    for run in runs:
+        if gram:
+            order = Order.of(arithmetic, shape[0] > shape[1])
+            take_run(noise, run, order, roundings)
+        else:
+            take_step(noise, run[0], roundings, factored=arithmetic.form == "factored")
+    # The result as it leaves, times its scale, times the learning rate, off the parameter.
+    leaving = 2 * outer.of(noise.result) + 2 * single.of(noise.result)
+    noise.add(leaving / (rows * cols), torch.zeros(()), S.new_zeros(0, rows))
+    return noise
 
 
-def _summing(arithmetic: Arithmetic) -> float:
-    """Unit roundoff of a running sum."""
-    double = arithmetic.cpu_dtype == "float64"
-    return torch.finfo(torch.float64 if double else torch.float32).eps / 2
-
-
-def _f(S: Tensor, coefficients: Coefficients) -> Tensor:
-    a, b, c = coefficients
-    return a * S + b * S**3 + c * S**5
-
-
-def _added(
-    S: Tensor, coefficients: Coefficients, shape: tuple[int, int], u: float, summing: float
-) -> tuple[Tensor, Tensor]:
-    """Variances that one step's roundings add: to every entry of X, and inside through B."""
-    (a, b, c), (rows, cols) = coefficients, shape
-    gram, quartic = S.square(), S**4
-    polynomial = b * gram + c * quartic
-    short, long = (u**2 + summing**2 * k / 3 for k in (rows, cols))
-    passed = (b + c * (gram.unsqueeze(0) + gram.unsqueeze(1))).square()
-    direct = (_energy(b * gram) + _energy(c * quartic) + _energy(polynomial)) * u**2
-    in_b = _energy(gram) * long * passed + direct + _energy(c * quartic) * short
-    in_x = (_energy(a * S) + _energy(_f(S, coefficients))) * u**2 + _energy(polynomial * S) * short
-    # E·X in the basis: entry (i, j) of E times σⱼ.
-    return in_x / (rows * cols), in_b / rows**2 * S.square().unsqueeze(0)
-
-
-def _passed_inside(variance: Tensor, S: Tensor, coefficients: Coefficients) -> Tensor:
-    """Variances after one step: an entry and its mirror mix by their sum and difference."""
-    a, b, c = coefficients
-    one, other = S.unsqueeze(0), S.unsqueeze(1)
-    squares, product = one.square() + other.square(), one * other
-    # Half the sum and half the difference of the two divided differences, without dividing.
-    kept = a + b * squares + c * (one**4 + other**4 + product.square())
-    mirrored = product * (b + c * squares)
-    return kept.square() * variance + mirrored.square() * variance.mT
-
-
-def _ratio(S: Tensor, coefficients: Coefficients) -> Tensor:
-    a, b, c = coefficients
-    return a + b * S.square() + c * S**4
-
-
-def _energy(S: Tensor) -> Tensor:
-    return S.square().sum()
-
-
-def _slope(S: Tensor, coefficients: Coefficients) -> Tensor:
-    a, b, c = coefficients
-    return a + 3 * b * S.square() + 5 * c * S**4
+def _roundoff(dtype: str) -> float:
+    return torch.finfo(getattr(torch, dtype)).eps / 2
