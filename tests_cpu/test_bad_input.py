@@ -456,7 +456,7 @@ def choices(hint: Any) -> list[Any]:
 
 WRONG: dict[Any, list[Any]] = {
     bool: [0, 1, "true", None],
-    int: [-1, 2.5, math.nan, "5", True, None],
+    int: [-1, 100, 10**9, 2.5, math.nan, "5", True, None],
     float: [math.nan, math.inf, -1.0, "1.0", True, None],
     str: ["nobody", 3, None],
     tuple[int, ...]: [[2], 2, (2.5,), ("2",), (-1,), (True,), None],

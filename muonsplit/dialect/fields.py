@@ -11,6 +11,8 @@ from muonsplit.errors import UsageError
 # Numbers that are neither negative nor infinite, and more than that.
 _BELOW = {"beta": 1.0}
 _POSITIVE = ("norm_factor", "extra_scale")
+# As torch.optim.Muon does, so that a slip of a key is no endless iteration.
+_MOST_STEPS = 99
 
 
 @cache
@@ -46,7 +48,7 @@ def said(name: str, hint: Any) -> str:
     bound = " below 1" if name in _BELOW else " above 0" if name in _POSITIVE else " from 0"
     return {
         bool: "true or false",
-        int: "a whole number from 0",
+        int: f"a whole number from 0 to {_MOST_STEPS}",
         float: f"a finite number{bound}",
         str: "a name",
         tuple[int, ...]: "whole numbers from 0, written 1+3",
@@ -58,7 +60,7 @@ def _fits(name: str, value: Any, hint: Any) -> bool:
         return any(type(value) is type(c) and value == c for c in options)
     tests: dict[Any, Callable[[], bool]] = {
         bool: lambda: isinstance(value, bool),
-        int: lambda: _whole(value, 0),
+        int: lambda: _whole(value, 0) and value <= _MOST_STEPS,
         float: lambda: _number(name, value),
         str: lambda: isinstance(value, str),
         tuple[int, ...]: lambda: isinstance(value, tuple) and all(_whole(v, 0) for v in value),
