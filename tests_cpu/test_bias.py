@@ -199,7 +199,7 @@ def test_a_typing_error_shows_through_bfloat16(letter: str, form: str) -> None:
         seen = [plain(X, [FAULTS[letter]] * 5, form) for X in given]
         bias = found(read(seen, legal, given, arithmetic), f"{letter} of every step")
         # Twenty seeds a fault, ten a form: on the right side and with room.
-        assert bias.off < -1.3 * bias.allowed
+        assert bias.off < -1.5 * bias.allowed
         # What it reads is the error itself.
         assert bias.off == pytest.approx(
             FAULTS[letter]["abc".index(letter)] - bias.declared, rel=0.6

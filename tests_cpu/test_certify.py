@@ -83,10 +83,8 @@ def test_every_dialect_is_spoken_without_being_accused(name: str) -> None:
     driver = InProcess(f"file:{SUBJECTS / 'dialects.py'}:{factory}")
     found = certify(driver, Question(models=["llama", "deepseek-v2-lite"]))
     assert failed(found) == set()
-    # Steep coefficients in half precision: a direction on small blocks cannot be judged.
-    arithmetic = DIALECTS[name].arithmetic
-    steep = arithmetic.coefficients.startswith("polar-express") and arithmetic.roundoff > 2.0**-12
-    steep = steep or name == "heavyball-3.2.1"
+    # Polar Express is steep: in half precision a direction on small blocks cannot be judged.
+    steep = name in ("dion", "prime-rl", "modded-nanogpt", "gram-newton-schulz-0.1.6")
     assert found.verdict is (Verdict.INCONCLUSIVE if steep else Verdict.CONFORMS)
     undecided = {r.check for m in found.models for r in m.results if r.status == "undecided"}
     blind = {"arithmetic.direction", "state.momentum", "state.decay"}

@@ -90,7 +90,7 @@ def test_plan_in_other_forms(run, form: str) -> None:  # type: ignore[no-untyped
         (("certify", "--timeout", "0"), 64, "--timeout"),
         (("certify", "--timeout", "inf"), 64, "--timeout"),
         (("certify", "--report", "/dev/null"), 64, "--report"),
-        (("plan", "llama", "--dialect", "dion:heads_per_block=0"), 64, "heads_per_block=N"),
+        (("plan", "llama", "--dialect", "dion:heads_per_block=0"), 64, "heads_per_block cannot be"),
     ],
 )
 def test_bad_input_ends_in_one_line_and_a_code(run, arguments, code, said) -> None:  # type: ignore[no-untyped-def]

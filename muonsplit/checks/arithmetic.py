@@ -30,8 +30,8 @@ class _Judged(NamedTuple):
 def direction(case: Case) -> Findings:
     """Compares each block with the float64 iteration, after the best rescaling.
 
-    The bound is derived from the dialect's dtype and the block's own spectrum: about 10⁻⁵ in
-    float32, 6 to 9 % in bfloat16. Fails for other coefficients or steps beyond it, and for an
+    The bound is derived from the dialect's dtype and the block's own spectrum: some 10⁻⁶ in
+    float32, 5 to 13 % in bfloat16. Fails for other coefficients or steps beyond it, and for an
     iteration on the wrong matrix. Undecided where the dtype is so coarse for the spectrum that
     rounding could look the same.
     """

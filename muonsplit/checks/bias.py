@@ -47,8 +47,8 @@ def bias(case: Case) -> Findings:
     Each update's components along the singular directions of its gradient are compared with the
     exact polynomial, its size apart, and with the dialect's own rounding points on the same
     gradients. Sees 2.0310 for 2.0315 through the noise of bfloat16, where one direction is known
-    to 6 to 9 %. Fails for a coefficient that is off, in all weights or most, and for other rounding
-    points than the dialect's. Undecided if another order of products explains what is seen.
+    to 5 to 13 %. Fails for a coefficient that is off, in all weights or most, and for rounding
+    points that no order of the dialect's products has. Undecided if another order explains it.
     """
     seen = list(_seen(case))
     arithmetic = case.dialect.arithmetic
@@ -56,7 +56,9 @@ def bias(case: Case) -> Findings:
     if not found:
         raise UndecidedError("no coefficient shows through rounding")
     failing = [b for b in found if not b.passes]
-    if not failing:
+    # A CPU's own half-precision products sum in another order than emulated ones; both are legal.
+    native = replace(arithmetic, halves="native")
+    if not failing or all(b.passes for b in _biases(seen, arithmetic, native)):
         return
     worst = max(failing, key=lambda b: b.off**2 * b.energy)
     for order, rounded in _orders(arithmetic):

@@ -14,7 +14,6 @@ from muonsplit.muon import Direction, orthogonalize
 from muonsplit.newton_schulz import scale_factor
 from muonsplit.subjects.protocol import Hyper
 
-
 # Jordan's but for b, which is −4.7750.
 _MISTYPED = (3.4445, -4.7770, 2.0315)
 

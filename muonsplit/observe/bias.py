@@ -12,8 +12,8 @@ Least squares over all directions of all blocks then read the shift off the upda
 
 Legal rounding shifts it too. A diagonal of XXᵀ has entries of one size, which a multiplication by
 c rounds to one side; in bfloat16 that is as if a coefficient were off by 1e-3, as much as a typing
-error. No bound on it is of use. So it is measured: the same blocks go through the arithmetic's own
-rounding points, and only the difference of the two shifts counts.
+error, and could be ten times that. No bound on it is of use, so it is measured: the same blocks go
+through the arithmetic's own rounding points, and only the difference of the two shifts counts.
 
 That difference is a sum over blocks, which are independent, as their norms and their spectra's
 bases are drawn apart; inside a block nothing is, for it shares its norm's rounding. Where a subject

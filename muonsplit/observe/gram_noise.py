@@ -24,7 +24,7 @@ class Order(NamedTuple):
         r_first: RZ rather than ZR.
         last_first: (RZ)Z rather than Z(RZ).
         q_first: QZ rather than ZQ.
-        identity: Whether aI is a rounded matrix.
+        identity: Whether aI is a matrix of the dtype, so that a is rounded.
     """
 
     r_first: bool
@@ -68,8 +68,8 @@ def take_run(noise: Noise, run: Sequence[Coefficients], order: Order, roundings:
     noise.add(everywhere, pair.QQ * S.square().unsqueeze(0), pair.Q_shared * S)
     if order.identity and run:
         a, b, c = run[0]
-        share = a / (a + b * S.square() + c * S**4)
-        noise.common = noise.common + roundings.unit * (noise.result * share).abs()
+        first = a + b * S.square() + c * S**4
+        noise.common = noise.common + abs(roundings.error(a)) * (noise.result / first).abs()
 
 
 class _Gains(NamedTuple):

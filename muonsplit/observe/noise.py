@@ -77,6 +77,11 @@ class Roundings(NamedTuple):
         """Energy added to XXᵀ."""
         return self.of(S.square()) + self.product(S, S, self.cols)
 
+    def error(self, number: float) -> float:
+        """By how much a number itself is rounded."""
+        mantissa, exponent = math.frexp(number)
+        return math.ldexp(round(mantissa / self.unit) * self.unit - mantissa, exponent)
+
     def shift(self, *results: Tensor) -> Tensor:
         """Standard error of all eigenvalues alike when some symmetric matrices are rounded."""
         each = torch.stack(results)
@@ -97,7 +102,7 @@ class Noise:
         inside: Variances in the row space, by pairs of singular vectors.
         outside: Variances outside it, by singular vector, alike in ``copies`` columns.
         copies: Columns outside the row space.
-        common: Largest error of each singular value by the norm and other single numbers.
+        common: Largest error of each singular value by single numbers that are rounded.
         shared: Standard errors of singular values that move together, one row a rounding.
         result: Singular values of the exact block.
     """

@@ -10,7 +10,7 @@ with probability e⁻ᵗ at most (Laurent and Massart, Annals of Statistics 28, 
 
 The norm is one number: its error is a common factor, which does not average out. It moves each
 singular value by σ·F′(σ), F being all steps, and its largest value is allowed beside the noise. So
-is that of a where a Gram iteration holds aI as a matrix.
+is the error of a where a Gram iteration holds aI as a matrix.
 
 On directions below the noise floor the gains are large and the bound grows by itself.
 
