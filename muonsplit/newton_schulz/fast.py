@@ -48,34 +48,39 @@ def orthogonalize_into(
 ) -> None:
     """Orthogonalises the blocks of several batches of one shape, without the scale.
 
-    Beside sources and targets it holds two blocks and four Gram matrices for each block that is
-    worked on at once, which are half of them at most.
+    Beside sources and targets it holds one or two blocks and four Gram matrices for each block that
+    is worked on at once, together no more than twice the targets.
 
     Args:
         sources: Batches ``[B, M, N]`` of one M and N, read only, any strides.
         targets: As many of the same shapes, written.
         arithmetic: Coefficients, steps, restarts and normalisation; the dtype it computes in.
     """
-    rows, cols = sources[0].shape[-2:]
-    workspace = _Workspace(rows, cols, arithmetic.dtype_on(sources[0].device), sources[0])
-    # No more than half, so that the workspace stays below the results.
-    at_once = min(workspace.at_once, max(1, sum(map(len, sources)) // 2))
-    for pieces in _chunks(sources, targets, at_once if may_share(sources[0]) else 1):
-        _chunk(pieces, workspace, arithmetic)
+    dtype, like = arithmetic.dtype_on(sources[0].device), sources[0]
+    runs = _runs(like, arithmetic)
+    copied = len(runs) > 2 or not all(_lies_well(source, dtype) for source in sources)
+    rows, cols = like.shape[-2:]
+    held = (2 if copied else 1) * rows * cols + 4 * min(rows, cols) ** 2
+    at_once = min(
+        _CACHE_BYTES * 8 // (torch.finfo(dtype).bits * held),
+        2 * sum(map(len, sources)) * rows * cols // held,
+    )
+    workspace = _Workspace(rows, cols, dtype, like)
+    for pieces in _chunks(sources, targets, max(1, at_once) if may_share(like) else 1):
+        _chunk(pieces, workspace, runs, arithmetic)
 
 
 class _Workspace:
     """Buffers for as many blocks as are worked on at once."""
 
     def __init__(self, rows: int, cols: int, dtype: torch.dtype, like: Tensor) -> None:
-        short, size = min(rows, cols), torch.finfo(dtype).bits // 8
-        self.at_once = max(1, _CACHE_BYTES // (size * (2 * rows * cols + 4 * short * short)))
-        self._shapes = ((rows, cols),) * 2 + ((short, short),) * 4
+        short = min(rows, cols)
+        self._shapes = ((rows, cols), *((short, short),) * 4)
         self._like, self._dtype = like, dtype
         self._made: tuple[Tensor, ...] = ()
 
     def take(self, blocks: int) -> tuple[Tensor, ...]:
-        """Two buffers of whole blocks and four of Gram matrices, uninitialised."""
+        """A buffer of whole blocks and four of Gram matrices, uninitialised."""
         if not self._made or len(self._made[0]) < blocks:
             self._made = tuple(
                 self._like.new_empty((blocks, *s), dtype=self._dtype) for s in self._shapes
@@ -117,18 +122,23 @@ def _chunks(
         yield chunk
 
 
-def _chunk(pieces: Sequence[_Piece], workspace: _Workspace, arithmetic: Arithmetic) -> None:
-    X, Y, *small = workspace.take(pieces[-1].at.stop)
+def _chunk(
+    pieces: Sequence[_Piece],
+    workspace: _Workspace,
+    runs: Sequence[Sequence[Coefficients]],
+    arithmetic: Arithmetic,
+) -> None:
+    Y, *small = workspace.take(pieces[-1].at.stop)
     R = small[0]
     given: list[Tensor] = []
     scales: list[Tensor] = []
     for piece in pieces:
-        x = _operand(piece.source, X[piece.at], arithmetic)
+        x = _operand(piece.source, Y.dtype, arithmetic)
         _gram_of(x, R[piece.at])
-        x, scale = _scaled(x, R[piece.at], X[piece.at], arithmetic)
+        x, scale = _scaled(x, R[piece.at], x is piece.source, arithmetic)
         given.append(x)
         scales.append(scale)
-    first, *rest = _runs(X, arithmetic)
+    first, *rest = runs
     Q = _polynomial(small, first).mul_(torch.cat(scales))
     if not rest:
         for piece, x in zip(pieces, given, strict=True):
@@ -136,6 +146,7 @@ def _chunk(pieces: Sequence[_Piece], workspace: _Workspace, arithmetic: Arithmet
         return
     for piece, x in zip(pieces, given, strict=True):
         _times(Q[piece.at], x, Y[piece.at])
+    X = torch.empty_like(Y) if len(rest) > 1 else Y
     for run in rest[:-1]:
         _gram_of(Y, R)
         _times(_polynomial(small, run), Y, X)
@@ -154,28 +165,30 @@ def _runs(X: Tensor, arithmetic: Arithmetic) -> list[Sequence[Coefficients]]:
     return segments(steps, restarts) or [()]
 
 
-def _operand(source: Tensor, buffer: Tensor, arithmetic: Arithmetic) -> Tensor:
+def _operand(source: Tensor, dtype: torch.dtype, arithmetic: Arithmetic) -> Tensor:
     """Blocks as BLAS wants them: the source itself, or a copy if it lies otherwise in memory."""
     if arithmetic.pre_cast is not None:
         source = source.to(getattr(torch, arithmetic.pre_cast))
-    return source if _lies_well(source, buffer.dtype) else buffer.copy_(source)
+    if _lies_well(source, dtype):
+        return source
+    return source.new_empty(source.shape, dtype=dtype).copy_(source)
 
 
 def _lies_well(X: Tensor, dtype: torch.dtype) -> bool:
     return X.dtype == dtype and X.is_contiguous() and X.data_ptr() % _ALIGNMENT == 0
 
 
-def _scaled(x: Tensor, R: Tensor, buffer: Tensor, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
+def _scaled(x: Tensor, R: Tensor, given: bool, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
     """Divides Gram matrices by squared norms; the blocks, and what else they are multiplied by.
 
-    A block whose squares would over- or underflow is multiplied by a power of two first. Which are
-    is decided by each block alone, so that its neighbours' bits do not depend on it.
+    A block whose squares would over- or underflow is multiplied by a power of two first, in a copy
+    if the blocks are as they were given. Which are is decided by each block alone, so that its
+    neighbours' bits do not depend on it.
     """
     trace = R.diagonal(dim1=-2, dim2=-1).sum(-1)
     powers = torch.ones(len(x), dtype=torch.float64, device=x.device)
     for i in (~((trace > _SAFE[0]) & (trace < _SAFE[1]))).nonzero().flatten().tolist():
-        if x.data_ptr() != buffer.data_ptr():
-            x = buffer.copy_(x)
+        x, given = (x.clone() if given else x), False
         x[i], powers[i] = power_of_two(x[i])
         _gram_of(x[i : i + 1], R[i : i + 1])
         trace[i] = R[i].diagonal().sum()
