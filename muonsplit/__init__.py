@@ -8,10 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from muonsplit.api import certify
     from muonsplit.dialect import DIALECTS, Arithmetic, Dialect, SplitRule
     from muonsplit.geometry import Decision, Plan, plan
     from muonsplit.layout import Block, Layout, Segment
     from muonsplit.muon import PerHeadMuon, orthogonalize
+    from muonsplit.pytest_plugin import parametrize_with_checks
     from muonsplit.recognition import planned
     from muonsplit.subjects.protocol import Hyper, Stepper, subject
     from muonsplit.truth.views import views
@@ -31,7 +33,9 @@ __all__ = [
     "Segment",
     "SplitRule",
     "Stepper",
+    "certify",
     "orthogonalize",
+    "parametrize_with_checks",
     "plan",
     "planned",
     "subject",
@@ -39,6 +43,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "api": ("certify",),
+    "pytest_plugin": ("parametrize_with_checks",),
     "dialect": ("DIALECTS", "Arithmetic", "Dialect", "SplitRule"),
     "geometry": ("Decision", "Plan", "plan"),
     "layout": ("Block", "Layout", "Segment"),

@@ -64,19 +64,25 @@ class SubjectError(MuonsplitError):
     exit_code = 64
 
 
+class RefusedError(SubjectError):
+    """A subject that says it cannot be built on this model, layout or option."""
+
+
 class SubjectFaultError(MuonsplitError):
     """What a subject did while it was driven that no optimizer may do; a finding, not a crash.
 
     Args:
         message: What happened.
         tail: The last lines the subject's process wrote.
+        raised: Whether it raised an exception, and so said itself that something is wrong.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, tail: str = "") -> None:
+    def __init__(self, message: str, tail: str = "", *, raised: bool = False) -> None:
         super().__init__(message)
         self.tail = tail
+        self.raised = raised
 
 
 class UnobservableError(MuonsplitError):
@@ -85,7 +91,17 @@ class UnobservableError(MuonsplitError):
     exit_code = 2
 
 
+class LackingError(UnobservableError):
+    """A subject without something that a check would look at; the check does not apply."""
+
+
 class GoldenError(MuonsplitError):
     """A golden that is missing, changed, or waiting for review."""
+
+    exit_code = 65
+
+
+class CertificateError(MuonsplitError):
+    """A certificate that is no certificate, or does not say what its own results come to."""
 
     exit_code = 65

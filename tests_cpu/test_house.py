@@ -28,8 +28,8 @@ MAY_IMPORT = {
     "observe": _CORE,
     "recognition": {"errors", "layout", "dialect", "geometry", "truth", "models", "files"},
     "subjects": {*_CORE, "models"},
-    "checks": _DRIVEN,
-    "certificate": {*_DRIVEN, "checks", "files"},
+    "checks": {*_DRIVEN, "truth", "recognition"},
+    "certificate": {*_DRIVEN, "truth", "recognition", "checks", "files"},
     "faulty": {*_DRIVEN, "checks", "certificate"},
     "goldens": {*_DRIVEN, "files", "recognition"},
     "report": {*_DRIVEN, "recognition", "truth", "files", "checks", "certificate", "faulty"},
@@ -43,8 +43,10 @@ MAY_IMPORT = {
         "goldens",
         "report",
     },
+    "api": {*_DRIVEN, "checks", "certificate", "report"},
+    "pytest_plugin": {"api", "errors"},
     "__main__": {"cli"},
-    "__init__": {*_DRIVEN, "recognition", "truth"},
+    "__init__": {*_DRIVEN, "recognition", "truth", "api", "pytest_plugin"},
 }
 
 

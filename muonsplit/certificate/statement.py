@@ -5,65 +5,86 @@ It holds no time and no host, so two runs with one seed are equal byte by byte. 
 vouches for its content, not for its author.
 """
 
-import hashlib
-import json
-import math
-import platform
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
+import msgspec
 
+from muonsplit.certificate.canonical import canonical, digest, sayable
+from muonsplit.certificate.made import Made, made
 from muonsplit.certificate.run import Certificate
-from muonsplit.certificate.verdict import CheckResult, ModelResult, Verdict
-from muonsplit.checks import CHECKS
-from muonsplit.dialect import Dialect
+from muonsplit.certificate.schema import (
+    DIGEST,
+    OURS,
+    PREDICATE,
+    STATEMENT,
+    Footer,
+    Statement,
+    Summary,
+    strict,
+)
+from muonsplit.certificate.verdict import CheckResult, ModelResult, Verdict, verdict_of
+from muonsplit.errors import CertificateError
 from muonsplit.files import write_whole
-from muonsplit.models.load import golden_root
 
 _RESULT = {
     Verdict.CONFORMS: "PASSED",
     Verdict.VIOLATES: "FAILED",
     Verdict.INCONCLUSIVE: "WARNED",
 }
-_VERSIONS = ("muonsplit", "torch", "transformers", "safetensors")
 
 
 def statement(certificate: Certificate) -> dict[str, Any]:
-    """Builds the statement."""
-    tests = [(m.model, r) for m in certificate.models for r in m.results]
-    return {
-        "_type": "https://in-toto.io/Statement/v1",
-        "subject": [
-            {
-                "name": certificate.subject,
-                "digest": {"sha256": certificate.described["digest"]},
-            }
-        ],
-        "predicateType": "https://in-toto.io/attestation/test-result/v0.1",
+    """Builds the statement of a certificate that was made here and now.
+
+    Raises:
+        CertificateError: If it holds what no certificate may, such as a description that a subject
+            forged.
+    """
+    return built_with(certificate, made(certificate))
+
+
+def built_with(certificate: Certificate, made: Made) -> dict[str, Any]:
+    """Builds the statement of a certificate that was made somewhere.
+
+    Args:
+        certificate: The certificate.
+        made: What it was made with.
+
+    Raises:
+        CertificateError: If it holds what no certificate may.
+    """
+    results = [result for model in certificate.models for result in model.results]
+    tests = [(f"{m.model}/{r.check}", r.status) for m in certificate.models for r in m.results]
+    said = {
+        "_type": STATEMENT,
+        "subject": _subjects(certificate),
+        "predicateType": PREDICATE,
         "predicate": {
-            "result": _RESULT[certificate.verdict],
-            "configuration": _configuration(certificate),
-            "passedTests": _named(tests, "passed"),
-            "warnedTests": _named(tests, "undecided"),
-            "failedTests": _named(tests, "failed"),
-            "muonsplit": _ours(certificate),
+            "result": _RESULT[verdict_of(results, made.check_set)],
+            "configuration": _configuration(certificate, made),
+            "passedTests": [name for name, status in tests if status == "passed"],
+            "warnedTests": [name for name, status in tests if status == "undecided"],
+            "failedTests": [name for name, status in tests if status == "failed"],
+            "muonsplit": _ours(certificate, made, results),
         },
     }
+    return _sealed(said)
 
 
-def canonical(value: Any) -> str:
-    """JSON with sorted keys and no spaces; equal values give equal text."""
-    return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    )
-
-
-def digest(value: Any) -> str:
-    """SHA-256 of the canonical form."""
-    return hashlib.sha256(canonical(value).encode()).hexdigest()
+def _sealed(said: dict[str, Any]) -> dict[str, Any]:
+    """Brings every value to the type the schema gives it, and writes the digest of them all."""
+    try:
+        typed = msgspec.convert(sayable(said), strict(Statement))
+    except msgspec.ValidationError as error:
+        raise CertificateError(f"This run comes to no certificate: {error}.") from None
+    built = msgspec.json.decode(msgspec.json.encode(typed))
+    footer = built["predicate"]["muonsplit"].pop("footer")
+    built["predicate"]["muonsplit"]["footer"] = {**footer, "digest": digest(built)}
+    return built
 
 
 def write(certificate: Certificate, directory: Path) -> Path:
@@ -73,76 +94,84 @@ def write(certificate: Certificate, directory: Path) -> Path:
         Where it was written.
     """
     target = directory / "certificate.json"
-    write_whole(target, (canonical(statement(certificate)) + "\n").encode())
+    write_whole(target, text(statement(certificate)).encode())
     return target
 
 
-def _named(tests: list[tuple[str, CheckResult]], status: str) -> list[str]:
-    return [f"{model}/{result.check}" for model, result in tests if result.status == status]
+def text(statement: dict[str, Any]) -> str:
+    """The only text that a file of a statement may hold."""
+    return canonical(statement) + "\n"
 
 
-def _configuration(certificate: Certificate) -> list[dict[str, Any]]:
-    explained = {check.id: check.explain for check in CHECKS.values()}
-    parts = {
-        "checks": digest(explained),
-        f"dialect {certificate.dialect.name}": digest(_dialect(certificate.dialect)),
-        "golden models": hashlib.sha256((golden_root() / "models.json").read_bytes()).hexdigest(),
-    }
-    return [{"name": name, "digest": {"sha256": value}} for name, value in parts.items()]
+def _subjects(certificate: Certificate) -> list[dict[str, Any]]:
+    described = certificate.described
+    files = [(certificate.subject, described["digest"]), *_files(described).items()]
+    return [_resource(name, found) for name, found in files]
 
 
-def _dialect(dialect: Dialect) -> dict[str, Any]:
-    return {"split": asdict(dialect.split), "arithmetic": asdict(dialect.arithmetic)}
+def _files(described: dict[str, Any]) -> dict[str, str]:
+    return dict(sorted(described.get("files", {}).items()))
 
 
-def _ours(certificate: Certificate) -> dict[str, Any]:
+def _configuration(certificate: Certificate, made: Made) -> list[dict[str, Any]]:
+    dialect = asdict(certificate.dialect)
+    of_dialect = digest({"split": dialect["split"], "arithmetic": dialect["arithmetic"]})
+    parts = {name.replace("_", " "): found for name, found in asdict(made.digests).items()}
+    parts[f"dialect {certificate.dialect.name}"] = of_dialect
+    return [_resource(name, found) for name, found in parts.items()]
+
+
+def _resource(name: str, sha256: str) -> dict[str, Any]:
+    return {"name": name, "digest": {"sha256": sha256}}
+
+
+def _ours(certificate: Certificate, made: Made, results: Sequence[CheckResult]) -> dict[str, Any]:
     return {
-        "verdict": str(certificate.verdict),
-        "dialect": {"name": certificate.dialect.name, **_dialect(certificate.dialect)},
-        "described": certificate.described,
-        "device": "cpu",
-        "machine": platform.machine(),
-        "versions": _versions(),
+        "format": 1,
+        "verdict": str(verdict_of(results, made.check_set)),
+        "described": {**certificate.described, "files": _files(certificate.described)},
+        "dialect": asdict(certificate.dialect),
+        "profile": certificate.profile,
         "seed": certificate.seed,
         "isolated": certificate.isolated,
-        "checks": list(certificate.checks),
-        "models": [_model(model) for model in certificate.models],
+        "check_set": made.check_set,
+        "checks": certificate.checks,
+        "environment": asdict(made.environment),
+        "summary": [asdict(_summary(model, made.check_set)) for model in certificate.models],
+        "models": [asdict(model) for model in certificate.models],
+        "volatile": _volatile(certificate.models),
+        "footer": asdict(_footer(certificate, results)),
     }
 
 
-def _model(model: ModelResult) -> dict[str, Any]:
-    counts = {
-        status: sum(result.status == status for result in model.results)
-        for status in ("passed", "failed", "skipped", "undecided")
-    }
-    results = [_result(result) for result in model.results]
-    return {
-        "name": model.model,
-        "verdict": str(model.verdict),
-        "full": model.full,
-        "split": model.split,
-        "weights": [asdict(weight) for weight in model.weights],
-        "counts": counts,
-        "results": results,
-    }
+def _summary(model: ModelResult, check_set: Sequence[str]) -> Summary:
+    counts = Counter(result.status for result in model.results)
+    return Summary(
+        model=model.model,
+        verdict=str(verdict_of(model.results, check_set)),  # pyright: ignore[reportArgumentType]
+        checks=len(check_set),
+        ran=counts["passed"] + counts["failed"] + counts["undecided"],
+        passed=counts["passed"],
+        failed=counts["failed"],
+        undecided=counts["undecided"],
+        skipped=counts["skipped"],
+    )
 
 
-def _result(result: CheckResult) -> dict[str, Any]:
-    values = asdict(result)
-    for finding in values["findings"]:
-        # JSON has no infinity; an update that does not move is infinitely far off.
-        finding["numbers"] = {
-            name: number if math.isfinite(number) else str(number)
-            for name, number in finding["numbers"].items()
-        }
-    return values
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch threads": str(torch.get_num_threads())}
-    for name in _VERSIONS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "absent"
+def _volatile(models: Sequence[ModelResult]) -> list[str]:
+    """What two runs with one seed may differ in on two machines: what was measured, and on what."""
+    found = [f"{OURS}/environment", DIGEST]
+    for m, model in enumerate(models):
+        found += [f"{OURS}/models/{m}/spectra", f"{OURS}/models/{m}/floor"]
+        found += [
+            f"{OURS}/models/{m}/results/{r}/findings/{f}/numbers"
+            for r, result in enumerate(model.results)
+            for f, finding in enumerate(result.findings)
+            if finding.numbers
+        ]
     return found
+
+
+def _footer(certificate: Certificate, results: Sequence[CheckResult]) -> Footer:
+    findings = sum(len(result.findings) for result in results)
+    return Footer(len(certificate.models), len(results), findings, digest="")

@@ -48,17 +48,43 @@ class WeightResult:
         weight: Parameter name.
         leaf: Owner's class and leaf, as ``Owner.leaf``.
         shape: Its shape.
+        truth: The cut that the model's own computation shows, or why it shows none.
         planned: The planned cut.
         observed: The observed cut, or an empty string if it was not looked at.
+        blocks: Rows of each observed block as stretches from start to stop; a stack's rows are
+            counted through. Empty if it was not looked at.
         diverged: Check that found something against it first, or an empty string.
     """
 
     weight: str
     leaf: str
     shape: tuple[int, ...]
+    truth: str
     planned: str
     observed: str
+    blocks: tuple[tuple[tuple[int, int], ...], ...]
     diverged: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spectrum:
+    """What one step made of one planned block, for the reader's eye; four significant digits.
+
+    Attributes:
+        weight: Parameter name.
+        block: Number of the block, from 0.
+        norm_before: Frobenius norm of what was to be orthogonalised.
+        norm_after: Frobenius norm of the update.
+        before: Singular values of what was to be orthogonalised, over its norm, the largest first.
+        after: Singular values of the update.
+    """
+
+    weight: str
+    block: int
+    norm_before: float
+    norm_after: float
+    before: tuple[float, ...]
+    after: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +93,23 @@ class ModelResult:
 
     Attributes:
         model: Name of the model.
+        config: SHA-256 of its config in canonical form.
         full: Muon weights of the full-size model.
         split: How many of them the plan splits.
         weights: The Muon weights of the miniature the subject was run on.
+        spectra: Blocks of the first weight of each leaf, and of those that diverged.
+        floor: The largest bound that each kind of comparison used: what is off by more than twice
+            as much was seen, in every weight.
         results: One for each check.
     """
 
     model: str
+    config: str
     full: int
     split: int
     weights: tuple[WeightResult, ...]
+    spectra: tuple[Spectrum, ...]
+    floor: dict[str, float]
     results: tuple[CheckResult, ...]
 
     @property

@@ -3,7 +3,30 @@
 A weight is reported once, at the first stage where it diverges.
 """
 
-from muonsplit.checks import routing, cut, arithmetic, bias, state  # isort: skip - order of registration
+# They run in the order in which they are registered here.
+# isort: off
+from muonsplit.checks import routing
+from muonsplit.checks import cut
+from muonsplit.checks import arithmetic
+from muonsplit.checks import bias
+from muonsplit.checks import state
+from muonsplit.checks import options
+from muonsplit.checks import inputs
+from muonsplit.checks import kept
+
+# isort: on
 from muonsplit.checks.registry import CHECKS, Check, Finding
 
-__all__ = ["CHECKS", "Check", "Finding", "arithmetic", "bias", "cut", "routing", "state"]
+__all__ = [
+    "CHECKS",
+    "Check",
+    "Finding",
+    "arithmetic",
+    "bias",
+    "cut",
+    "inputs",
+    "kept",
+    "options",
+    "routing",
+    "state",
+]

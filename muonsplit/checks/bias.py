@@ -13,7 +13,7 @@ from muonsplit.checks.registry import Finding, Findings, UndecidedError, check
 from muonsplit.dialect import Arithmetic
 from muonsplit.errors import UsageError
 from muonsplit.geometry import Decision
-from muonsplit.muon import orthogonalize
+from muonsplit.muon import apply_, directions
 from muonsplit.observe.bias import Bias, Observed, biases, observe
 
 # In bfloat16 2¹⁴ singular values tell 2.0310 from 2.0315; noise, and so the number that is needed,
@@ -52,17 +52,18 @@ def bias(case: Case) -> Findings:
     """
     seen = list(_seen(case))
     arithmetic = case.dialect.arithmetic
-    found = _biases(seen, arithmetic, arithmetic)
+    found = _biases(case, seen, arithmetic)
     if not found:
         raise UndecidedError("no coefficient shows through rounding")
+    case.allow("coefficient", max(b.allowed for b in found))
     failing = [b for b in found if not b.passes]
     # A CPU's own half-precision products sum in another order than emulated ones; both are legal.
     native = replace(arithmetic, halves="native")
-    if not failing or all(b.passes for b in _biases(seen, arithmetic, native)):
+    if not failing or all(b.passes for b in _biases(case, seen, native)):
         return
     worst = max(failing, key=lambda b: b.off**2 * b.energy)
     for order, rounded in _orders(arithmetic):
-        if all(b.passes for b in _biases(seen, arithmetic, rounded)):
+        if all(b.passes for b in _biases(case, seen, rounded)):
             raise UndecidedError(
                 f"singular values come out as if {_read(worst)}, or as if the products were taken "
                 f"in another order: the dialect with {order} would explain them"
@@ -89,15 +90,23 @@ def _seen(case: Case) -> Iterator[_Seen]:
             yield _Seen(d, given, observed)
 
 
-def _biases(seen: Sequence[_Seen], arithmetic: Arithmetic, rounded: Arithmetic) -> list[Bias]:
-    """The biases against rounding as given."""
+def _biases(case: Case, seen: Sequence[_Seen], rounded: Arithmetic) -> list[Bias]:
+    """The biases against a step that rounds as given."""
     observed = [blocks for each in seen for blocks in each.observed]
     legal = (
         batch
         for weight, given, _ in seen
-        for batch in batches(orthogonalize(given, weight.layout, rounded), weight.layout)
+        for batch in batches(_update(case, weight, given, rounded), weight.layout)
     )
-    return biases(observed, legal, arithmetic)
+    return biases(observed, legal, case.dialect.arithmetic)
+
+
+def _update(case: Case, weight: Decision, given: Tensor, rounded: Arithmetic) -> Tensor:
+    """What the dialect's own step subtracts, in units of the learning rate; float64."""
+    start, lr = case.start[weight.name], case.stated(weight.name, case.base.settings[0]).lr
+    after = start.clone()
+    apply_(after, directions([given], [weight.layout], rounded)[0], rounded, lr, 0.0)
+    return (start.double() - after.double()) / lr
 
 
 def _orders(arithmetic: Arithmetic) -> Iterator[tuple[str, Arithmetic]]:

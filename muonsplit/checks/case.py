@@ -1,9 +1,9 @@
 """One subject on one model: what the plan says, and observations made once, on first use."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from muonsplit.muon import Direction, advance_momentum, directions
 from muonsplit.observe import gradients
 from muonsplit.observe.cut import Cut, differing_lines, scan, turned_lines
 from muonsplit.observe.tolerance import rounding_bound
+from muonsplit.recognition.judge import Judgement
 from muonsplit.subjects.drive import Outcome, Settings, Task
 from muonsplit.subjects.process import Driver
 from muonsplit.subjects.protocol import Hyper
@@ -54,8 +55,10 @@ class Case:
         full: What they say about the full-size model.
         dialect: The dialect it is held to.
         seed: Root of every random draw.
-        knows_hyper: Whether the subject takes the hyperparameters it is given.
+        described: What the subject declares.
+        truths: What the miniature's own computation says of each weight, beside single heads.
         diverged: Weights already reported, with the check that did.
+        floor: The largest bound used so far, by kind of comparison.
     """
 
     driver: Driver
@@ -64,9 +67,11 @@ class Case:
     plan: Plan
     full: Plan
     dialect: Dialect
-    seed: int
-    knows_hyper: bool
+    seed: int | str
+    described: Mapping[str, Any]
+    truths: Mapping[str, Judgement]
     diverged: dict[str, str] = field(default_factory=dict)
+    floor: dict[str, float] = field(default_factory=dict)
     _bounds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -96,15 +101,12 @@ class Case:
         """
         drawn = gradients.draw(self.shapes, self.seed, "conditioned", *key)
         for d in self.plan.decisions:
-            gradient = drawn[d.name]
             sizes = gradients.generator(self.seed, "sizes", *key, d.name)
-            sized = [
-                gradients.conditioned(b) * _sizes(b, sizes) for b in batches(gradient, d.layout)
-            ]
-            if d.layout is None:
-                drawn[d.name] = sized[0].view(gradient.shape)
-            else:
-                d.layout.write(sized, gradient)
+
+            def sized(batch: Tensor, sizes: torch.Generator = sizes) -> Tensor:
+                return gradients.conditioned(batch) * _sizes(batch, sizes)
+
+            drawn[d.name] = mapped(drawn[d.name], d.layout, sized)
         return drawn
 
     @cached_property
@@ -162,21 +164,34 @@ class Case:
         self,
         steps: Sequence[Mapping[str, Tensor]],
         start: Mapping[str, Tensor] | None = None,
-        weight_decay: float = 0.0,
+        hyper: Hyper | None = None,
+        **how: Any,
     ) -> Outcome:
-        """Drives a fresh subject through steps with the given gradients."""
-        hyper = Hyper(momentum=self.beta, weight_decay=weight_decay)
-        layouts = self.plan.layouts()
-        return self.driver.run(Task(self.config, start or self.start, steps, layouts, hyper))
+        """Drives a fresh subject through steps with the given gradients.
+
+        Args:
+            steps: One gradient a parameter, for each step.
+            start: Parameters to start from; by default :attr:`start`.
+            hyper: By default :attr:`hyper`.
+            **how: Other fields of a :class:`~muonsplit.subjects.drive.Task`.
+        """
+        layouts = how.pop("layouts", self.plan.layouts())
+        given = hyper or self.hyper
+        return self.driver.run(Task(self.config, start or self.start, steps, layouts, given, **how))
 
     def probe(self, changed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parameters after one step with other gradients."""
         return self.run([changed]).after[0]
 
     @property
-    def beta(self) -> float:
-        """The momentum coefficient that a subject which takes one is given."""
-        return self.dialect.arithmetic.beta
+    def knows_hyper(self) -> bool:
+        """Whether the subject takes the hyperparameters it is given."""
+        return "hyper" in self.described["takes"]
+
+    @property
+    def hyper(self) -> Hyper:
+        """The hyperparameters that a subject which takes any is given."""
+        return Hyper(momentum=self.dialect.arithmetic.beta)
 
     def stated(self, weight: str, settings: Settings, weight_decay: float = 0.0) -> Stated:
         """The hyperparameters of a weight in one step.
@@ -187,7 +202,7 @@ class Case:
             weight_decay: What was given to a subject that takes hyperparameters.
         """
         own = settings.get(weight, {})
-        given = Hyper(momentum=self.beta, weight_decay=weight_decay if self.knows_hyper else 0.0)
+        given = replace(self.hyper, weight_decay=weight_decay if self.knows_hyper else 0.0)
         return Stated(
             own.get("lr", given.lr),
             own.get("momentum", given.momentum),
@@ -229,6 +244,11 @@ class Case:
         """What the dialect makes of a weight's first gradient, exactly."""
         update = self.direction(decision.name)
         return directions([update], [decision.layout], self.dialect.arithmetic.exact())[0]
+
+    def allow(self, kind: str, limit: float) -> float:
+        """Notes a bound that a comparison of some kind uses, for the detection floor."""
+        self.floor[kind] = max(limit, self.floor.get(kind, 0.0))
+        return limit
 
     def bound(self, decision: Decision, direction: Tensor | None = None) -> float:
         """The largest relative error that rounding may cause in one block of a weight.
@@ -273,6 +293,16 @@ def batches(weight: Tensor, layout: Layout | None) -> list[Tensor]:
     if layout is not None:
         return layout.batches(weight)
     return [weight if weight.ndim == 3 else weight.unsqueeze(0)]
+
+
+def mapped(weight: Tensor, layout: Layout | None, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """A weight of the same shape with each of its batches of blocks changed."""
+    changed = [change(batch) for batch in batches(weight, layout)]
+    if layout is None:
+        return changed[0].view(weight.shape)
+    result = torch.empty_like(weight)
+    layout.write(changed, result)
+    return result
 
 
 def matrices(weight: Tensor, layout: Layout | None) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from muonsplit.checks.case import Case, separating
+from muonsplit.checks.case import Case, batches, mapped, separating
 from muonsplit.checks.registry import Finding, Findings, SkipError, check
 from muonsplit.geometry import Decision
 from muonsplit.observe.cut import differing_lines
@@ -113,6 +113,33 @@ def heads(case: Case) -> Findings:
                 reported.add(d.name)
                 said = f"row {min(moved)} moves when only rows of other blocks are louder"
                 yield Finding(d.name, said, "blocks do not see each other", "they share a norm")
+
+
+@check("independence.copies", "heads with equal gradients get equal updates")
+def copies(case: Case) -> Findings:
+    """Every block of a weight is given the gradient of its first: all updates must be the same.
+
+    What depends on a head's number, its place in a batch, or how many there are beside it, shows
+    here and in no comparison of norms. Seen in public: batched heads reduced over the batch
+    (Emerging-Optimizers #262, #270).
+    """
+    cut = [d for d in case.weights if len(case.blocks(d)) > 1 and d.layout is not None]
+    if not cut:
+        raise SkipError("no weight of this model has more than one block")
+    drawn = case.conditioned("copies")
+    for d in cut:
+        drawn[d.name] = mapped(drawn[d.name], d.layout, lambda batch: batch[:1].expand_as(batch))
+    after = case.probe(drawn)
+    for d in cut:
+        allowed = 2 * case.bound(d, case.direction(d.name, drawn))
+        for batch in batches(case.update(d.name, after), d.layout):
+            off = (batch - batch[:1]).norm(dim=(1, 2)) / batch[0].norm()
+            if float(off.max()) > allowed:
+                head = int(off.argmax())
+                said = f"block {head} gets another update than block 0 from the same gradient"
+                numbers = {"off": float(off.max()), "allowed": allowed}
+                yield Finding(d.name, said, "equal updates", "unequal", numbers)
+                break
 
 
 def _lines(blocks: tuple[frozenset[int], ...], half: list[int]) -> frozenset[int]:

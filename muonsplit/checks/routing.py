@@ -72,6 +72,23 @@ def recognised(case: Case) -> Findings:
     yield from ()
 
 
+@check("model.truth", "the plan cuts the miniature where its own computation has heads")
+def truth(case: Case) -> Findings:
+    """Compares the plan with the views that the miniature's forward pass takes.
+
+    Undecided if the plan cuts what the model does not, or leaves whole what it reads by heads and
+    no rule of the dialect says so: what follows would hold the subject to a mistake of ours.
+    """
+    apart = [j for j in case.truths.values() if j.differs]
+    if apart:
+        one = apart[0]
+        raise UndecidedError(
+            f"plan and truth differ on {len(apart)} weights, first on {one.decision.name}: "
+            f"{one.objection}"
+        )
+    yield from ()
+
+
 @check("independence.weights", "no weight's update depends on another weight's gradient")
 def weights(case: Case) -> Findings:
     """Gives every second weight another, much louder gradient: the rest must keep their update.

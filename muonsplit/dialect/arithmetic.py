@@ -71,6 +71,7 @@ class Arithmetic:
         decay: p ← p·(1 − rate·decay) as ``mul`` or ``add``, or the update has decay·p
             ``folded`` in, or ``folded_rounded`` in the dtype of the iteration.
         decay_rate: Whether that rate is the ``base`` learning rate or ``adjusted`` by the scale.
+        gradient: Whether a step leaves gradients as they were, or may have ``overwritten`` them.
         foreach: Whether ``momentum`` or ``all`` of the step is done on lists of tensors. On a CPU
             that rounds factors to the dtype of bfloat16 tensors.
     """
@@ -104,6 +105,7 @@ class Arithmetic:
     rate_tensor: bool = False
     decay: Literal["mul", "add", "folded", "folded_rounded"] = "mul"
     decay_rate: Literal["base", "adjusted"] = "base"
+    gradient: Literal["kept", "overwritten"] = "kept"
     foreach: Literal["none", "momentum", "all"] = "none"
 
     def __post_init__(self) -> None:

@@ -63,8 +63,7 @@ _GRAM = replace(
     epsilon=1e-7,
     scale="moonlight",
 )
-_EMERGING = replace(
-    JORDAN,
+_EMERGING = Arithmetic(
     nesterov=False,
     coefficients="you",
     form="addmm",
@@ -74,8 +73,7 @@ _EMERGING = replace(
     scale_on="result",
     decay="add",
 )
-_MUONIUM = replace(
-    JORDAN,
+_MUONIUM = Arithmetic(
     momentum="sum",
     form="paren",
     scale_on="step",
@@ -175,8 +173,7 @@ FRAMEWORKS = (
     ),
     _told(
         "optimuon-0.1.1",
-        replace(
-            JORDAN,
+        Arithmetic(
             momentum="ema_muladd",
             coefficients="polar-express-5",
             iteration="gram",
@@ -195,8 +192,7 @@ FRAMEWORKS = (
     ),
     _told(
         "optimuon-0.1.1-standard",
-        replace(
-            JORDAN,
+        Arithmetic(
             momentum="ema_muladd",
             form="paren",
             tall="right",
@@ -213,6 +209,7 @@ FRAMEWORKS = (
         replace(
             _MUONIUM,
             momentum="sum_alpha",
+            gradient="overwritten",
             scale_on="rate",
             scale_per="block",
             decay="folded_rounded",
@@ -228,8 +225,7 @@ FRAMEWORKS = (
     ),
     _told(
         "optax-0.2.8",
-        replace(
-            JORDAN,
+        Arithmetic(
             momentum="ema_debiased",
             compute_dtype="float32",
             cpu_dtype="float32",

@@ -6,9 +6,10 @@ from muonsplit.dialect.arithmetic import Arithmetic
 from muonsplit.dialect.cite import ARITHMETIC, SPLIT, WHOLE, cite
 from muonsplit.dialect.rules import Dialect
 
-JORDAN = Arithmetic()
-MOONLIGHT = replace(JORDAN, momentum="sum_alpha", scale="moonlight", scale_on="rate")
-TORCH = replace(JORDAN, form="addmm", normalize="clamp", scale_on="rate")
+# Its Nesterov step is a lerp into the gradient itself.
+JORDAN = Arithmetic(gradient="overwritten")
+MOONLIGHT = Arithmetic(momentum="sum_alpha", scale="moonlight", scale_on="rate")
+TORCH = Arithmetic(form="addmm", normalize="clamp", scale_on="rate")
 
 MOONLIGHT_SOURCE = "Moonlight, arXiv:2502.16982, section 2.2, and its toy_train example c2ad5b2"
 
@@ -29,13 +30,20 @@ PLAIN = (
     ),
     _whole(
         "pytorch-optimizer-4.1.0",
-        replace(TORCH, foreach="all", past_end="repeat_last", tall="transpose_copy"),
+        replace(
+            TORCH,
+            gradient="overwritten",
+            foreach="all",
+            past_end="repeat_last",
+            tall="transpose_copy",
+        ),
         "pytorch-optimizer 4.1.0, optimizer/muon/base.py and utils/matrix.py",
     ),
     _whole(
         "pytorch-optimizer-4.1.0-gram",
         replace(
             TORCH,
+            gradient="overwritten",
             foreach="all",
             past_end="repeat_last",
             iteration="gram_always",
@@ -50,8 +58,7 @@ PLAIN = (
     ),
     _whole(
         "heavyball-3.2.1",
-        replace(
-            JORDAN,
+        Arithmetic(
             momentum="ema_plus_g",
             coefficients="you",
             form="factored",

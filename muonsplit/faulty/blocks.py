@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from muonsplit.dialect import Arithmetic
-from muonsplit.faulty.base import Broken, Layouts, broken
+from muonsplit.faulty.base import Broken, Layouts, broken, each_block, of_norm
 from muonsplit.faulty.registry import fault
 from muonsplit.layout import Layout, Segment
 from muonsplit.muon import orthogonalize
-from muonsplit.newton_schulz import newton_schulz, scale_factor
+from muonsplit.newton_schulz import scale_factor
 from muonsplit.subjects.protocol import Hyper
 
 
@@ -36,10 +36,7 @@ def shared_norm(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
         if layout is None:
             return orthogonalize(update, layout, arithmetic)
         total = update.square().sum()
-        done = [_of_norm(total, batch, arithmetic) for batch in layout.batches(update)]
-        result = torch.empty_like(update)
-        layout.write(done, result)
-        return result
+        return each_block(update, layout, lambda batch: of_norm(total, batch, arithmetic))
 
     return broken(model, layouts, hyper, how)
 
@@ -97,15 +94,3 @@ def columns_cut(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
         return torch.cat([orthogonalize(half, layout, arithmetic) for half in halves], dim=-1)
 
     return broken(model, layouts, hyper, how)
-
-
-def _of_norm(total: Tensor, batch: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """Orthogonalises blocks as if each had the given squared norm.
-
-    An extra row and column, zero but for their corner, bring every block to that norm and mix with
-    nothing.
-    """
-    padded = torch.nn.functional.pad(batch, (0, 1, 0, 1))
-    padded[:, -1, -1] = (total - batch.square().sum((1, 2))).clamp(min=0).sqrt()
-    factor = scale_factor(arithmetic, *batch.shape[1:])
-    return newton_schulz(padded, arithmetic)[:, :-1, :-1] * factor

@@ -1,6 +1,6 @@
 """Faults: subjects that must fail, each with its origin and the check that must catch it first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ class Fault:
         kind: Whether only a per-head split can have it, or any Muon.
         origin: Where it was seen in public, or that it was made for its check.
         summary: What is wrong, in one line.
+        recognises: Whether it finds the heads itself.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Fault:
     kind: Kind
     origin: str
     summary: str
+    recognises: bool = False
 
 
 FAULTS: dict[str, Fault] = {}
@@ -46,13 +48,35 @@ def fault(
     dialect: str = DEFAULT_DIALECT,
     kind: Kind = "per-head Muon",
     origin: str = _MADE,
+    recognises: bool = False,
+    off: Mapping[str, str] | None = None,
+    options: Mapping[str, tuple[str, str]] | None = None,
 ) -> Callable[[Factory], Factory]:
-    """Registers a factory as a fault; its docstring says what is wrong."""
+    """Registers a factory as a fault; its docstring says what is wrong.
+
+    Args:
+        check: Id of the check that must be the first to fail.
+        model: Golden model on which the fault shows.
+        dialect: Dialect it claims to speak.
+        kind: Whether only a per-head split can have it, or any Muon.
+        origin: Where it was seen in public.
+        recognises: Whether it finds the heads itself, and is given the model only.
+        off: As for :func:`~muonsplit.subjects.protocol.subject`.
+        options: Likewise.
+    """
 
     def register(factory: Factory) -> Factory:
         name = factory.__name__.replace("_", "-")
-        summary = (factory.__doc__ or "").strip().splitlines()[0]
-        FAULTS[name] = Fault(name, check, model, dialect, kind, origin, summary)
-        return subject(dialect=dialect, recognises=False, models=(model,))(factory)
+        summary = summary_of(factory)
+        assert name not in FAULTS, name
+        FAULTS[name] = Fault(name, check, model, dialect, kind, origin, summary, recognises)
+        return subject(
+            dialect=dialect, recognises=recognises, models=(model,), off=off, options=options
+        )(factory)
 
     return register
+
+
+def summary_of(factory: Factory) -> str:
+    """The first line of a factory's docstring."""
+    return (factory.__doc__ or "").strip().splitlines()[0]

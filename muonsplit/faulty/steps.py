@@ -1,32 +1,26 @@
 """Faults of the step: iteration, momentum, decay, and what couples weights."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from muonsplit.dialect import DEFAULT_DIALECT, Arithmetic, Dialect, dialect_named
-from muonsplit.faulty.base import Broken, Layouts, broken
+from muonsplit.dialect import Arithmetic, dialect_named
+from muonsplit.faulty.base import Broken, Layouts, broken, by_block, choosing
 from muonsplit.faulty.registry import fault
 from muonsplit.layout import Layout
 from muonsplit.muon import Direction, orthogonalize
-from muonsplit.newton_schulz import scale_factor
+from muonsplit.newton_schulz import Coefficients, Rounding, scale_factor
 from muonsplit.subjects.protocol import Hyper
 
-# Jordan's but for b, which is −4.7750.
-_MISTYPED = (3.4445, -4.7770, 2.0315)
-
-
-def _with(**changes: object) -> Dialect:
-    sound = dialect_named(DEFAULT_DIALECT)
-    return replace(sound, arithmetic=replace(sound.arithmetic, **changes))  # pyright: ignore[reportArgumentType]
+JORDAN: Coefficients = (3.4445, -4.7750, 2.0315)
+_MISTYPED: Coefficients = (3.4445, -4.7770, 2.0315)
 
 
 @fault(check="arithmetic.direction", model="llama", kind="any Muon")
 def one_step_short(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
     """Four Newton–Schulz steps instead of five."""
-    return broken(model, layouts, hyper, dialect=_with(steps=4))
+    return broken(model, layouts, hyper, dialect=choosing(steps=4))
 
 
 @fault(
@@ -37,21 +31,14 @@ def one_step_short(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
 )
 def coefficient_mistyped(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
     """In bfloat16, b is −4.7770 for −4.7750; each update is 0.7 % off, where rounding makes 4 %."""
-
-    def how(update: Tensor, layout: Layout | None, arithmetic: Arithmetic) -> Tensor:
-        if layout is None:
-            return _mistyped(update.view(-1, *update.shape[-2:]), arithmetic).view_as(update)
-        result = torch.empty_like(update)
-        layout.write([_mistyped(batch, arithmetic) for batch in layout.batches(update)], result)
-        return result
-
+    how = by_block(lambda batch, arithmetic: quintic(batch, arithmetic, _MISTYPED))
     return broken(model, layouts, hyper, how, dialect_named("deepspeed-0.19.8-standard"))
 
 
 @fault(check="state.momentum", model="llama", kind="any Muon")
 def nesterov_missing(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
     """The buffer itself is orthogonalised, without the Nesterov step; the first step hides it."""
-    return broken(model, layouts, hyper, dialect=_with(nesterov=False))
+    return broken(model, layouts, hyper, dialect=choosing(nesterov=False))
 
 
 class _Decaying(Broken):
@@ -129,18 +116,41 @@ def not_a_number(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Broken:
     return broken(model, layouts, hyper, how)
 
 
-def _mistyped(batch: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """Five steps in emulated bfloat16, as one writes them down."""
-    factor = scale_factor(arithmetic, *batch.shape[1:])
-    X = batch.mT if batch.shape[1] > batch.shape[2] else batch
-    X = _bfloat16(_bfloat16(X) / _bfloat16(X.norm(dim=(1, 2), keepdim=True)))
-    a, b, c = _MISTYPED
-    for _ in range(5):
-        A = _bfloat16(X @ X.mT)
-        B = _bfloat16(_bfloat16(b * A) + _bfloat16(_bfloat16(c * A) @ A))
-        X = _bfloat16(_bfloat16(a * X) + _bfloat16(B @ X))
-    return (X.mT if batch.shape[1] > batch.shape[2] else X).contiguous() * factor
+def quintic(batch: Tensor, arithmetic: Arithmetic, coefficients: Coefficients) -> Tensor:
+    """Five steps as one writes them down, in float32 or in emulated bfloat16, and the scale.
+
+    Args:
+        batch: Blocks, shape ``[B, rows, cols]``.
+        arithmetic: Its dtype on a CPU, its ε and its scale.
+        coefficients: Those of every step.
+    """
+    q = _bfloat16 if arithmetic.cpu_dtype == "bfloat16" else _unrounded
+    tall = batch.shape[1] > batch.shape[2]
+    X = q(batch.mT if tall else batch)
+    X = q(X / q(X.norm(dim=(1, 2), keepdim=True) + arithmetic.epsilon))
+    X = five_steps(X, coefficients, q)
+    return (X.mT if tall else X).contiguous() * scale_factor(arithmetic, *batch.shape[1:])
 
 
 def _bfloat16(x: Tensor) -> Tensor:
     return x.bfloat16().float()
+
+
+def _unrounded(x: Tensor) -> Tensor:
+    return x
+
+
+def five_steps(X: Tensor, coefficients: Coefficients, q: Rounding = _unrounded) -> Tensor:
+    """Five steps from the left, without normalisation.
+
+    Args:
+        X: Matrices, shape ``[..., rows, cols]``.
+        coefficients: Those of every step.
+        q: Rounds each result.
+    """
+    a, b, c = coefficients
+    for _ in range(5):
+        A = q(X @ X.mT)
+        B = q(q(b * A) + q(q(c * A) @ A))
+        X = q(q(a * X) + q(B @ X))
+    return X

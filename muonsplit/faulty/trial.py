@@ -5,8 +5,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from muonsplit.certificate.run import Certificate, Progress, Question, certify
+from muonsplit.certificate.verdict import Status
+from muonsplit.checks import CHECKS
+from muonsplit.checks.registry import check_named
 from muonsplit.faulty.registry import FAULTS, Fault
-from muonsplit.subjects.process import Worker
+from muonsplit.subjects.process import Driver, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,65 @@ def trials(progress: Progress = lambda model, check: None) -> Iterator[Trial]:
         for fault in FAULTS.values():
             worker.spec = f"faulty:{fault.name}"
             progress("faulty", fault.name)
-            yield Trial(fault, first_to_fail(certify(worker, Question())))
+            yield Trial(fault, tried(worker, fault))
+
+
+def tried(driver: Driver, fault: Fault, seed: int = 0) -> str:
+    """The first check that fails on a fault; those after its own are asked only if it does not.
+
+    Args:
+        driver: Runs the fault.
+        fault: The fault.
+        seed: Root of every random draw.
+    """
+    first = first_to_fail(certify(driver, Question(seed=seed, only=up_to(fault.check))))
+    return first or first_to_fail(certify(driver, Question(seed=seed)))
+
+
+def up_to(check: str) -> list[str]:
+    """Ids of the checks that run before one, and its own."""
+    ids = list(CHECKS)
+    return ids[: ids.index(check_named(check).id) + 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A fault beside every check.
+
+    Attributes:
+        fault: The fault.
+        found: For each check what it came to, asked about every weight and not only about those
+            that no check before found anything against.
+    """
+
+    fault: Fault
+    found: dict[str, Status]
+
+    @property
+    def failing(self) -> list[str]:
+        """The checks that fail on it."""
+        return [check for check, status in self.found.items() if status == "failed"]
+
+
+def matrix(progress: Progress = lambda model, check: None) -> Iterator[Row]:
+    """Asks every check about every fault, in one worker process."""
+    with Worker("faulty:none") as worker:
+        for fault in FAULTS.values():
+            worker.spec = f"faulty:{fault.name}"
+            progress("faulty", fault.name)
+            yield row(worker, fault)
+
+
+def row(driver: Driver, fault: Fault) -> Row:
+    """Asks every check about one fault, each apart from what the others found.
+
+    Args:
+        driver: Runs the fault.
+        fault: The fault.
+    """
+    certificate = certify(driver, Question(apart=True))
+    results = (result for model in certificate.models for result in model.results)
+    return Row(fault, {result.check: result.status for result in results})
 
 
 def first_to_fail(certificate: Certificate) -> str:

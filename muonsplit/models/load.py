@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from muonsplit.errors import ConfigError, UsageError
+from muonsplit.models.bare import BARE, bare
 from muonsplit.models.kimi_k3 import KimiK3Config, KimiK3ForCausalLM
 
 Config = dict[str, Any]
@@ -39,6 +40,13 @@ class ModelSpec:
 
     name: str
     config: Config
+
+
+# Model types that transformers does not have.
+_OWN: dict[str, Callable[[Config], nn.Module]] = {
+    KIMI_K3: lambda config: KimiK3ForCausalLM(KimiK3Config.from_dict(config)),
+    BARE: lambda config: bare(config["weights"]),
+}
 
 
 def golden_root() -> Path:
@@ -167,9 +175,10 @@ def build(config: Config, device: str = "meta", task: str | None = None) -> nn.M
     Raises:
         ConfigError: If the type is unknown or the class refuses the config.
     """
-    if config.get("model_type") == KIMI_K3:
+    own = _OWN.get(str(config.get("model_type")))
+    if own is not None:
         with torch.device(device):
-            return KimiK3ForCausalLM(KimiK3Config.from_dict(config))
+            return own(config)
     resolved = _transformers_config(config)
     auto = _auto_class(resolved, task)
     try:

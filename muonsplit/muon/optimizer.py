@@ -1,6 +1,7 @@
 """The reference optimizer: Muon by layout, AdamW for everything else."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -105,6 +106,20 @@ class PerHeadMuon(torch.optim.Optimizer):
                 "model.parameters()."
             )
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a state; momentum keeps the dtype it was saved in.
+
+        Args:
+            state_dict: As ``state_dict()`` gives it.
+        """
+        super().load_state_dict(state_dict)
+        # torch rounds what it restores to the dtype of the parameter.
+        saved = [state_dict["state"].get(i) for i in chain(*_indices(state_dict))]
+        for (_, p), kept in zip(self._named(), saved, strict=True):
+            if kept is not None and "momentum_buffer" in kept:
+                buffer = kept["momentum_buffer"]
+                self.state[p]["momentum_buffer"] = buffer.clone().to(p.device)
+
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         for group in self.param_groups:
             yield from zip(group["param_names"], group["params"], strict=True)
@@ -186,6 +201,10 @@ class PerHeadMuon(torch.optim.Optimizer):
         root = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt()
         p.mul_(1 - group["adamw_lr"] * group["weight_decay"])
         p.addcdiv_(mean, root.add_(group["eps"]), value=-group["adamw_lr"])
+
+
+def _indices(state_dict: dict[str, Any]) -> Iterator[list[int]]:
+    return (group["params"] for group in state_dict["param_groups"])
 
 
 def _batched(named: Sequence[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:

@@ -21,6 +21,9 @@ rounds like the arithmetic, either may be called the other, so every term is sym
 and whatever its distribution (Efron, J. Am. Stat. Assoc. 64, 1969, with Hoeffding's inequality)
 
     P(|Σx| > z·√Σx²) ≤ 2·exp(−z²/2).
+
+A subject that has nearly all bits of the arithmetic's differs by nearly nothing, and that by a
+rounding more or less to one side; so √Σx² is taken for at least half of the legal shift's own.
 """
 
 import math
@@ -41,6 +44,8 @@ _DEVIATIONS = math.sqrt(2 * (TAIL + math.log(2)))
 # Roundings of one coefficient's term in a step, each to one side: A twice, its product with the
 # coefficient and with A, the sum, the product with X, and the sum with aX.
 _ROUNDINGS = 7
+# Chosen: how much of the arithmetic's own scatter any legal subject may differ by.
+_LEAST = 0.5
 # A direction is legible where the noise of the cast is at most 2 % of it.
 _LEGIBLE = 32.0
 
@@ -96,7 +101,7 @@ class Bias:
         declared: Its value.
         seen: The shift that the observed updates show against the exact polynomial.
         legal: The shift that the arithmetic's own rounding shows.
-        error: Standard error of the difference.
+        error: Standard error of the difference, or half of the legal shift's if that is more.
         slack: What numbers held and summed in float32 may add to it.
         energy: Σe², so that ``off² · energy`` is how much of ρ the shift explains.
     """
@@ -173,7 +178,8 @@ def _read(where: str, parts: Sequence[_Part], arithmetic: Arithmetic) -> list[Bi
     values = torch.tensor(_distinct(arithmetic), dtype=torch.float64).flatten()
     unit = torch.finfo(torch.float32).eps / 2
     slack = _ROUNDINGS * unit * (energy.abs() @ values.abs()) / scale
-    error = (seen - legal).square().sum(0).sqrt()
+    scatter = ((seen - legal).square().sum(0), _LEAST**2 * legal.square().sum(0))
+    error = torch.maximum(*scatter).sqrt()
     columns = (values, seen.sum(0), legal.sum(0), error, slack, scale)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     sizes = values.view(-1, 3).abs().amax(1).repeat_interleave(3)

@@ -147,3 +147,14 @@ def turned_lines(update: Tensor, base: Tensor, axis: int, roundoff: float) -> fr
     off = (lines - factor.unsqueeze(1) * others).norm(dim=1)
     allowed = _ROUNDINGS * roundoff * lines.norm(dim=1)
     return frozenset((off > allowed).nonzero().flatten().tolist())
+
+
+def stretches(lines: frozenset[int]) -> tuple[tuple[int, int], ...]:
+    """A set of lines as stretches from start to stop, in order."""
+    found: list[tuple[int, int]] = []
+    for line in sorted(lines):
+        if found and found[-1][1] == line:
+            found[-1] = (found[-1][0], line + 1)
+        else:
+            found.append((line, line + 1))
+    return tuple(found)

@@ -52,8 +52,12 @@ def listing(what: str) -> Table:
         "builtin": "builtin:reference|fast",
         "faulty": "faulty:NAME",
         "deepspeed": "deepspeed[:stage=0…3,…]",
+        "muon-optimizer": "muon-optimizer",
     }
-    rows = [(forms.get(name, name), package) for name, (_, package) in ADAPTERS.items()]
+    rows = [
+        (forms.get(name, f"{name}[:option=value,…]"), package)
+        for name, (_, package) in ADAPTERS.items()
+    ]
     rows += [("package.module:factory", "yours"), ("file:path.py:factory", "yours")]
     return table("subjects", ("subject", "from"), rows)
 

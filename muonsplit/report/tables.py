@@ -1,19 +1,14 @@
 """What there is to show, as tables; the renderers differ only in how they draw one."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from muonsplit.certificate.run import Certificate
-from muonsplit.certificate.verdict import ModelResult, WeightResult
-from muonsplit.checks import CHECKS, Finding
-from muonsplit.dialect import dialect_named
+from muonsplit.certificate.verdict import ModelResult, Status, WeightResult
 from muonsplit.geometry import Decision, Plan
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_LAYER = re.compile(r"\.(\d+)\.")
+from muonsplit.report.summary import Alike, alike, cause, status_counts
+from muonsplit.report.text import clipped, plain, shown_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,28 +19,27 @@ class Table:
         title: Printed above it.
         columns: Headings.
         rows: One string a column.
+        note: A line under the title, or an empty string.
     """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    note: str = ""
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+def table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], note: str = ""
+) -> Table:
     """Builds a table; cells are made strings, and control characters of a subject harmless."""
-    cells = tuple(tuple(plain(str(cell)) for cell in row) for row in rows)
-    return Table(plain(title), tuple(columns), cells)
-
-
-def plain(text: str) -> str:
-    """Text in which no escape sequence can do anything."""
-    return _CONTROL.sub("�", text)
+    cells = tuple(tuple(plain(clipped(str(cell))) for cell in row) for row in rows)
+    return Table(plain(clipped(title)), tuple(columns), cells, plain(note))
 
 
 def plan_tables(model: str, plan: Plan) -> list[Table]:
     """The plan of a model: a row for each set of weights that differ only by layer."""
     rows = [
-        (f"×{count}", f"{d.owner}.{d.leaf}", _shape(d.shape), d.layout or _uncut(d), d.reason)
+        (f"×{count}", f"{d.owner}.{d.leaf}", shown_shape(d.shape), d.layout or _uncut(d), d.reason)
         for d, count in plan.table()
     ]
     return [
@@ -67,107 +61,90 @@ def plan_summary(plan: Plan) -> str:
     )
 
 
-def certificate_tables(certificate: Certificate) -> list[Table]:
-    """Models, then for each that does not conform its weights and findings."""
-    models = [
+def certificate_tables(certificate: Certificate, details: bool = False) -> list[Table]:
+    """Models, then for each its weights, findings and open questions.
+
+    Args:
+        certificate: What to show.
+        details: Whether a finding's numbers and its process's output are shown, or one line.
+    """
+    shown = [models_table(certificate)]
+    for m in certificate.models:
+        shown.append(weights_table(m))
+        if findings := alike(certificate, m):
+            columns, row = (_DETAILED, _detailed) if details else (_BRIEF, _brief)
+            shown.append(table(f"{m.model}: findings", columns, map(row, findings)))
+        shown.append(reasons_table(m, "undecided"))
+        if details:
+            shown += [reasons_table(m, "skipped"), floor_table(m)]
+    return [found for found in shown if found.rows]
+
+
+def models_table(certificate: Certificate) -> Table:
+    """A row a model, under the verdict and what decided it."""
+    rows = [
         (m.model, m.verdict, m.full, m.split, len(m.weights), _counts(m))
         for m in certificate.models
     ]
     columns = ("model", "verdict", "Muon weights", "split", "probed in miniature", "checks")
     title = f"{certificate.subject} under {certificate.dialect.name}: {certificate.verdict}"
-    shown = [table(title, columns, models)]
-    for m in certificate.models:
-        shown.append(_weights(m))
-        findings, open_questions = _findings(m), _undecided(m)
-        if findings:
-            columns = (
-                "check",
-                "weights",
-                "what",
-                "planned",
-                "observed",
-                "proof, on the first",
-            )
-            shown.append(table(f"{m.model}: findings", columns, findings))
-        if open_questions:
-            shown.append(table(f"{m.model}: undecided", ("check", "why"), open_questions))
-    return shown
+    return table(title, columns, rows, cause(certificate))
 
 
 def _counts(model: ModelResult) -> str:
-    counts = Counter(result.status for result in model.results)
-    ordered = ("passed", "failed", "undecided", "skipped")
-    return ", ".join(f"{counts[status]} {status}" for status in ordered if counts[status])
+    return ", ".join(f"{n} {status}" for status, n in status_counts(model.results).items())
 
 
-def _weights(model: ModelResult) -> Table:
+def weights_table(model: ModelResult) -> Table:
+    """The three answers for each set of weights that differ only by layer."""
     alike = Counter(
-        (w.leaf, w.shape, w.planned, w.observed or "not looked at", w.diverged or _state(w))
+        (w.leaf, w.shape, w.truth, w.planned, w.observed or "not looked at", _state(w))
         for w in model.weights
     )
     rows = [
-        (f"×{count}", leaf, _shape(shape), planned, observed, state)
-        for (leaf, shape, planned, observed, state), count in alike.items()
+        (f"×{count}", leaf, shown_shape(shape), *said)
+        for (leaf, shape, *said), count in alike.items()
     ]
-    columns = ("count", "weight", "shape in miniature", "planned", "observed", "first diverges at")
+    columns = (
+        "count",
+        "weight",
+        "shape in miniature",
+        "truth",
+        "planned",
+        "observed",
+        "first diverges at",
+    )
     return table(f"{model.model}: weight by weight", columns, rows)
 
 
-def _state(weight: WeightResult) -> str:
-    return "nowhere" if weight.observed else ""
+def reasons_table(model: ModelResult, status: Status) -> Table:
+    """The checks that came to a status, and why."""
+    rows = [(r.check, r.reason) for r in model.results if r.status == status]
+    return table(f"{model.model}: {status}", ("check", "why"), rows)
 
 
-def _findings(model: ModelResult) -> list[tuple[str, ...]]:
-    alike: dict[tuple[str, str, str, str], list[Finding]] = {}
-    for result in model.results:
-        for found in result.findings:
-            said = f"{found.message}\n{found.tail}".strip()
-            key = (result.check, said, found.planned, found.observed)
-            alike.setdefault(key, []).append(found)
-    return [
-        (check, collapsed([f.weight for f in found]), said, planned, observed, _proof(found[0]))
-        for (check, said, planned, observed), found in alike.items()
-    ]
-
-
-def _proof(finding: Finding) -> str:
-    return "\n".join(f"{name}: {value:.3g}" for name, value in finding.numbers.items())
-
-
-def notes(certificate: Certificate) -> list[str]:
-    """What a reader should know or do next."""
-    said: list[str] = []
-    own, asked = certificate.described["dialect"], certificate.dialect.name
-    if asked != own and not dialect_named(own).per_head:
-        said.append(f"{own} itself keeps every weight whole; --dialect {own} holds it to that.")
-    if len(certificate.checks) < len(CHECKS):
-        said.append(f"Only {len(certificate.checks)} of {len(CHECKS)} checks were asked for.")
-    failed = ((r.check, m.model) for m in certificate.models for r in m.results if r.findings)
-    for check, model in islice(failed, 1):
-        said.append(
-            f"Again, alone: muonsplit certify {certificate.subject} --model {model} "
-            f"--dialect {asked} --seed {certificate.seed} --only {check}"
-        )
-        said.append(f"What it means: muonsplit explain {check}")
-    return said
-
-
-def _undecided(model: ModelResult) -> list[tuple[str, str]]:
-    return [(r.check, r.reason) for r in model.results if r.status == "undecided"]
-
-
-def collapsed(names: Sequence[str]) -> str:
-    """Names that differ only by layer number, as one: ``layers.{0,1}.q_proj.weight``."""
-    layers: dict[str, list[str]] = {}
-    for name in names:
-        found = _LAYER.search(name)
-        key = _LAYER.sub(".{}.", name, count=1)
-        layers.setdefault(key, []).append(found[1] if found else "")
-    return ", ".join(
-        key.replace("{}", numbers[0] if len(numbers) == 1 else "{" + ",".join(numbers) + "}")
-        for key, numbers in layers.items()
+def floor_table(model: ModelResult) -> Table:
+    """How much may be off, at the most, without being seen."""
+    rows = [(kind, f"{2 * limit:.3g}") for kind, limit in sorted(model.floor.items())]
+    return table(
+        f"{model.model}: detection floor", ("comparison", "what is off by more is seen"), rows
     )
 
 
-def _shape(shape: Sequence[int]) -> str:
-    return "(" + ", ".join(map(str, shape)) + ")"
+def _state(weight: WeightResult) -> str:
+    return weight.diverged or ("nowhere" if weight.observed else "")
+
+
+_BRIEF = ("check", "weights", "what")
+_DETAILED = (*_BRIEF, "planned", "observed", "proof, on the first")
+
+
+def _brief(found: Alike) -> tuple[str, ...]:
+    return found.check, found.weights, found.said
+
+
+def _detailed(found: Alike) -> tuple[str, ...]:
+    first = found.first
+    said = f"{first.message}\n{first.tail}".strip()
+    proof = "\n".join(f"{name}: {value}" for name, value in found.proof)
+    return found.check, found.weights, said, first.planned, first.observed, proof

@@ -12,7 +12,14 @@ from rich.text import Text
 from muonsplit.report.tables import Table
 
 _LOG_WIDTH = 200
-_COLOURS = {"conforms": "green", "violates": "red", "inconclusive": "yellow"}
+_COLOURS = {
+    "conforms": "green",
+    "violates": "red",
+    "inconclusive": "yellow",
+    "✓": "green",
+    "✗": "red",
+    "?": "yellow",
+}
 
 
 def console(stderr: bool = False) -> Console:
@@ -26,13 +33,20 @@ def show(tables: Sequence[Table]) -> None:
     """Draws tables one below the other."""
     out = console()
     for found in tables:
-        drawn = Drawn(title=Text(found.title), title_justify="left", box=box.SIMPLE_HEAD)
-        for name in found.columns:
-            drawn.add_column(name, overflow="fold")
-        for row in found.rows:
-            drawn.add_row(*(Text(cell, style=_COLOURS.get(cell, "")) for cell in row))
         with out.capture() as captured:
-            out.print(drawn)
+            _draw(out, found)
         # Without the blanks that fill each line: they break a diff and a copy.
         for line in captured.get().splitlines():
             out.file.write(line.rstrip() + "\n")
+
+
+def _draw(out: Console, found: Table) -> None:
+    out.print(Text(found.title, style="bold"))
+    if found.note:
+        out.print(Text(found.note, style=_COLOURS.get(found.note.partition(":")[0], "")))
+    drawn = Drawn(box=box.SIMPLE_HEAD)
+    for name in found.columns:
+        drawn.add_column(Text(name), overflow="fold")
+    for row in found.rows:
+        drawn.add_row(*(Text(cell, style=_COLOURS.get(cell, "")) for cell in row))
+    out.print(drawn)

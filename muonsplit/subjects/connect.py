@@ -8,7 +8,6 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,10 +24,20 @@ ADAPTERS = {
     "faulty": ("muonsplit.faulty", "muonsplit"),
     "torch": ("muonsplit.subjects.torch", "torch"),
     "deepspeed": ("muonsplit.subjects.deepspeed", "deepspeed"),
+    "dion": ("muonsplit.subjects.dion", "dion"),
+    "gram-newton-schulz": ("muonsplit.subjects.gram_newton_schulz", "gram-newton-schulz"),
+    "emerging-optimizers": ("muonsplit.subjects.emerging_optimizers", "emerging-optimizers"),
+    "optimuon": ("muonsplit.subjects.optimuon", "optimuon"),
+    "muonium": ("muonsplit.subjects.muonium", "muonium"),
+    "dtensor-muon": ("muonsplit.subjects.dtensor_muon", "dtensor-muon"),
+    "muon-optimizer": ("muonsplit.subjects.muon_optimizer", "muon-optimizer"),
+    "muon-fsdp2": ("muonsplit.subjects.muon_fsdp2", "muon-fsdp2"),
+    "pytorch-optimizer": ("muonsplit.subjects.pytorch_optimizer", "pytorch-optimizer"),
+    "heavyball": ("muonsplit.subjects.heavyball", "heavyball"),
 }
 _FORMS = (
-    "builtin:reference, builtin:fast, torch, deepspeed[:stage=1,…], package.module:factory or "
-    "file:path.py:factory"
+    "builtin:reference, builtin:fast, a name of muonsplit list subjects with [:option=value,…], "
+    "package.module:factory or file:path.py:factory"
 )
 
 
@@ -55,8 +64,12 @@ class Connection:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
 
 
-def connect(spec: str) -> Connection:
+def connect(spec: str, root: Path) -> Connection:
     """Finds the factory that a connection string names.
+
+    Args:
+        spec: The connection string.
+        root: Folder that files and modules are looked for in.
 
     Raises:
         SubjectError: If the string has no known form, or the factory cannot be imported, is
@@ -74,11 +87,11 @@ def connect(spec: str) -> Connection:
         path, colon, name = rest.rpartition(":")
         if not colon:
             raise SubjectError(f"{spec!r} names no factory.", "Use file:path.py:factory.")
-        return _declared(_load(Path(path), spec), name, spec)
+        return _declared(_load(root / path, spec), name, spec)
     if not rest or not all(part.isidentifier() for part in head.split(".")):
         raise SubjectError(f"{spec!r} names no subject.", f"Use {_FORMS}.")
     # Last, so that a module of yours is found but shadows no library.
-    sys.path.append(os.getcwd())
+    sys.path.append(str(root))
     return _declared(_import(head, spec), rest, spec, head.partition(".")[0])
 
 

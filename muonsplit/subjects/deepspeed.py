@@ -22,31 +22,32 @@ from torch import Tensor, nn
 
 from muonsplit.errors import SubjectError
 from muonsplit.subjects.protocol import Hyper, Stepper, subject
+from muonsplit.subjects.told import SWITCH, imported, join_group, read_options, same
 
 _MUON = "deepspeed.runtime.zero.muon.original_muon"
 _ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "DS_BUILD_OPS": "0",
-    # Compiling Muon takes most of a minute and rounds differently. Read when Muon is imported.
-    "TORCHDYNAMO_DISABLE": "1",
     "RANK": "0",
     "LOCAL_RANK": "0",
     "WORLD_SIZE": "1",
 }
 
 
-_SWITCH: dict[str, Any] = {"true": True, "false": False}
 _CLIPPING = "gradient_clipping"
-_CHOICES: dict[str, dict[str, Any]] = {
-    "stage": {"0": 0, "1": 1, "2": 2, "3": 3},
-    "ns_method": {"gram": "gram", "standard": "standard"},
-    "parameter_alignment": _SWITCH,
-    "reduce_scatter": _SWITCH,
-    "round_robin_gradients": _SWITCH,
+_CHOICES: dict[str, Mapping[str, Any]] = {
+    "per_head": SWITCH,
+    "ns_method": same("gram", "standard"),
 }
-_NAMES = tuple(sorted((*_CHOICES, _CLIPPING)))
-_WITHOUT_ENGINE = ("ns_method", "stage")
-_OF_ZERO = ("parameter_alignment", "reduce_scatter", "round_robin_gradients")
+_OF_ZERO: dict[str, Mapping[str, Any]] = dict.fromkeys(
+    ("parameter_alignment", "reduce_scatter", "round_robin_gradients"), SWITCH
+)
+_OF_ENGINE: dict[str, Mapping[str, Any]] = {
+    "stage": {"0": 0, "1": 1, "2": 2, "3": 3},
+    "grad_accum_dtype": same("fp32", "bf16"),
+    "zero_init": SWITCH,
+    **_OF_ZERO,
+}
 
 
 # DeepSpeed's Gram takes float16 wherever the accelerator says it has it; so do some CPUs.
@@ -54,7 +55,12 @@ _FLOAT16 = torch.ops.mkldnn._is_mkldnn_fp16_supported()
 DIALECT = "deepspeed-0.19.8:cpu_dtype=float16" if _FLOAT16 else "deepspeed-0.19.8"
 
 
-@subject(dialect=DIALECT, recognises=True)
+@subject(
+    dialect=DIALECT,
+    recognises=True,
+    off={"per_head": "false"},
+    options={"ns_method": ("gram", "standard")},
+)
 def build(model: nn.Module, hyper: Hyper, **options: str) -> Stepper:
     """Builds DeepSpeed's per-head Muon for a model.
 
@@ -63,9 +69,10 @@ def build(model: nn.Module, hyper: Hyper, **options: str) -> Stepper:
         hyper: Learning rate and decay of both the Muon and the Adam parameters, and momentum.
             With momentum at 0 Adam's betas are 0 as well, so that no step remembers another.
         **options: ``stage`` (0 to 3; absent steps the optimizer without the engine),
-            ``ns_method`` (gram or standard) and, with a stage, ``gradient_clipping`` (default 0,
-            where DeepSpeed's is 1), ``parameter_alignment``, ``reduce_scatter`` and
-            ``round_robin_gradients`` (true or false).
+            ``per_head`` (true or false), ``ns_method`` (gram or standard) and, with a stage,
+            ``gradient_clipping`` (default 0, where DeepSpeed's is 1), ``grad_accum_dtype`` (fp32
+            or bf16), ``parameter_alignment``, ``reduce_scatter``, ``round_robin_gradients`` and,
+            at stage 3, ``zero_init`` (true or false). A model in bfloat16 turns ``bf16`` on.
 
     Returns:
         A ``torch.optim.Optimizer`` without a stage, else an :class:`Engine`.
@@ -75,10 +82,12 @@ def build(model: nn.Module, hyper: Hyper, **options: str) -> Stepper:
         ValueError: From DeepSpeed, when it finds no attention weight to split by heads.
     """
     chosen = _read(options)
-    stage = chosen.pop("stage", None)
-    if stage is None:
+    if "stage" not in chosen:
         return _bare(model, hyper, chosen)
-    return Engine(model, _config(hyper, stage, chosen))
+    config = _config(hyper, chosen)
+    if any(p.dtype == torch.bfloat16 for p in model.parameters()):
+        config["bf16"] = {"enabled": True}
+    return Engine(model, config, chosen.get("zero_init", False))
 
 
 class Engine:
@@ -87,11 +96,14 @@ class Engine:
     Args:
         model: The model, which the engine takes over.
         config: DeepSpeed's configuration.
+        zero_init: Whether weights are sharded before the engine sees them, as ``zero.Init`` does.
     """
 
-    def __init__(self, model: nn.Module, config: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, config: dict[str, Any], zero_init: bool = False) -> None:
         deepspeed = _deepspeed()
         _join_group()
+        if zero_init:
+            deepspeed.zero.Init(module=model, config_dict_or_path=config)
         self._model = model
         self._gathered = ExitStack()
         self._gather = deepspeed.zero.GatheredParameters
@@ -148,24 +160,22 @@ def _bare(model: nn.Module, hyper: Hyper, chosen: Mapping[str, Any]) -> torch.op
 
 
 def _read(options: Mapping[str, str]) -> dict[str, Any]:
-    allowed = _NAMES if "stage" in options else _WITHOUT_ENGINE
-    listed = f"Allowed options: {', '.join(allowed)}."
-    chosen: dict[str, Any] = {}
-    for name, text in options.items():
-        if name not in allowed:
-            hint = " With stage=0, 1, 2 or 3 it is allowed too." if name in _NAMES else ""
-            raise SubjectError(
-                f"The deepspeed subject takes no option {name!r} here (value {text!r}).",
-                listed + hint,
-            )
-        try:
-            chosen[name] = _clipping(text) if name == _CLIPPING else _CHOICES[name][text]
-        except (KeyError, ValueError):
-            wanted = ", ".join(_CHOICES.get(name, ("a finite number, 0 or more",)))
-            raise SubjectError(
-                f"Option {name!r} of the deepspeed subject takes {wanted}; got {text!r}.", listed
-            ) from None
-    return chosen
+    if "stage" not in options:
+        for name in options:
+            if name in (*_OF_ENGINE, _CLIPPING):
+                said = f"Option {name!r} of the deepspeed subject is the engine's."
+                raise SubjectError(said, "Give a stage too: stage=0, 1, 2 or 3.")
+        return read_options("deepspeed", options, _CHOICES)
+    left = dict(options)
+    clipping = left.pop(_CLIPPING, "0")
+    read = read_options("deepspeed", left, _CHOICES | _OF_ENGINE)
+    try:
+        return {**read, _CLIPPING: _clipping(clipping)}
+    except ValueError:
+        raise SubjectError(
+            f"Option {_CLIPPING!r} of the deepspeed subject takes a finite number, 0 or more; got "
+            f"{clipping!r}."
+        ) from None
 
 
 def _clipping(text: str) -> float:
@@ -180,7 +190,7 @@ def _optimizer_params(hyper: Hyper, chosen: Mapping[str, Any]) -> dict[str, Any]
         "lr": hyper.lr,
         "momentum": hyper.momentum,
         "weight_decay": hyper.weight_decay,
-        "per_head_muon": True,
+        "per_head_muon": chosen.get("per_head", True),
     }
     if hyper.momentum == 0:
         params["betas"] = (0.0, 0.0)
@@ -189,34 +199,32 @@ def _optimizer_params(hyper: Hyper, chosen: Mapping[str, Any]) -> dict[str, Any]
     return params
 
 
-def _config(hyper: Hyper, stage: int, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": stage}
-    if stage == 3:
+def _config(hyper: Hyper, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": chosen["stage"]}
+    if chosen["stage"] == 3:
         # DeepSpeed refuses Muon at stage 3 with its own default of this option.
         zero["reduce_scatter"] = False
     zero.update({key: chosen[key] for key in _OF_ZERO if key in chosen})
-    return {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         # By default DeepSpeed clips to norm 1, and at stages 1 to 3 it clips the orthogonalised
         # update, which would hide the step size of every weight.
-        "gradient_clipping": chosen.get(_CLIPPING, 0.0),
+        _CLIPPING: chosen[_CLIPPING],
         "zero_optimization": zero,
         "optimizer": {
             "type": "Muon",
             "params": {**_optimizer_params(hyper, chosen), "torch_adam": True},
         },
     }
+    if "grad_accum_dtype" in chosen:
+        config["data_types"] = {"grad_accum_dtype": chosen["grad_accum_dtype"]}
+    return config
 
 
 def _deepspeed() -> Any:
     os.environ.update(_ENVIRONMENT)
-    try:
-        deepspeed: Any = import_module("deepspeed")
-        import_module(_MUON)
-    except ImportError as error:
-        raise SubjectError(
-            f"DeepSpeed cannot be imported: {error}.", "Install deepspeed==0.19.8."
-        ) from error
+    deepspeed = imported("deepspeed", "deepspeed==0.19.8")
+    imported(_MUON, "deepspeed==0.19.8")
     deepspeed.utils.logger.setLevel("ERROR")
     return deepspeed
 
@@ -226,8 +234,4 @@ def _join_group() -> None:
     # one process has no use for.
     ops: Any = import_module("deepspeed.ops")
     ops.__compatible_ops__ = defaultdict(bool)
-    distributed: Any = import_module("torch.distributed")
-    if not distributed.is_initialized():
-        # An in-process store needs no port, so runs side by side cannot collide.
-        store = distributed.HashStore()
-        distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    join_group()

@@ -6,20 +6,38 @@ partitions see exactly the chosen G.
 
 import copy
 import inspect
+import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from muonsplit.errors import LackingError, RefusedError, SubjectError
 from muonsplit.layout import Layout
 from muonsplit.models.load import Config, build
 from muonsplit.subjects.connect import Connection
 from muonsplit.subjects.protocol import Hyper
 
 Tensors = Mapping[str, Tensor]
+Layouts = Mapping[str, Layout | None]
 Settings = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A first part of a run, by another subject whose state is saved and then loaded.
+
+    Attributes:
+        steps: How many of the steps it takes.
+        layouts: What it is told.
+        options: What it is given beside the connection string's.
+    """
+
+    steps: int
+    layouts: Layouts
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +46,25 @@ class Task:
 
     Attributes:
         config: Config of the model it trains.
-        parameters: Initial value of every parameter.
+        parameters: Initial value of every parameter; their dtype is the model's.
         gradients: For each step, the gradient of every parameter.
         layouts: How each Muon weight is to be cut, for a subject that is told.
         hyper: Hyperparameters, for a subject that takes them.
+        options: Options beside those of the connection string.
+        saved: Who takes the first steps, if it is another.
+        turned: Whether matrices are stored column by column, and their gradients with them.
+        state: Whether the optimizer's own tensors are wanted.
     """
 
     config: Config
     parameters: Tensors
     gradients: Sequence[Tensors]
-    layouts: Mapping[str, Layout | None]
+    layouts: Layouts
     hyper: Hyper
+    options: Mapping[str, str] = field(default_factory=dict)
+    saved: Saved | None = None
+    turned: bool = False
+    state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +75,14 @@ class Outcome:
         after: Parameters after each step.
         settings: Before each step, for each parameter in a torch param group, the
             hyperparameters of its group.
+        overwritten: For each step, the parameters whose gradient the step wrote into.
+        state: After each step, tensors the optimizer keeps for a parameter, as ``name/key``.
     """
 
     after: list[dict[str, Tensor]]
     settings: list[Settings]
+    overwritten: list[list[str]]
+    state: list[dict[str, Tensor]]
 
 
 class Models:
@@ -73,57 +103,120 @@ def drive(connection: Connection, task: Task, models: Models) -> Outcome:
     """Builds the subject on a fresh model and takes the task's steps.
 
     Raises:
+        RefusedError: If the subject says that it cannot be built so.
+        LackingError: If its state is to be saved and cannot be.
         Exception: Whatever the subject raises.
     """
-    model = models.fresh(task.config)
-    named = dict(model.named_parameters())
-    with torch.no_grad():
+    outcome = Outcome([], [], [], [])
+    parameters, state, left = task.parameters, None, task.gradients
+    if task.saved is not None:
+        saved = task.saved
+        with _Run(connection, task, models, parameters, saved.layouts, saved.options) as run:
+            run.take(left[: saved.steps], outcome)
+            state = run.saved()
+        parameters, left = outcome.after[-1], left[saved.steps :]
+    with _Run(connection, task, models, parameters, task.layouts, task.options) as run:
+        if state is not None:
+            run.load(state)
+        run.take(left, outcome)
+    return outcome
+
+
+class _Run:
+    """A subject built on a fresh model whose loss is Σ⟨W, G⟩."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        task: Task,
+        models: Models,
+        parameters: Tensors,
+        layouts: Layouts,
+        options: Mapping[str, str],
+    ) -> None:
+        self._task = task
+        self._model = model = models.fresh(task.config)
+        self._named = named = dict(model.named_parameters())
+        self._gradients: Tensors = {}
         for name, p in named.items():
-            p.copy_(task.parameters[name])
-    current: dict[str, Tensor] = {}
+            value = parameters[name].clone()
+            turned = task.turned and value.ndim == 2
+            p.data = value.mT.contiguous().mT if turned else value
 
-    def loss(*_args: object, **_kwargs: object) -> Tensor:
-        return torch.stack([(p * current[name]).sum() for name, p in named.items()]).sum()
+        def loss(*_args: object, **_kwargs: object) -> Tensor:
+            given = self._gradients
+            return torch.stack([(p * given[name]).sum() for name, p in named.items()]).sum()
 
-    model.forward = loss
-    stepper = connection.factory(model, **_arguments(connection, task))
-    after: list[dict[str, Tensor]] = []
-    settings: list[Settings] = []
-    try:
-        for gradients in task.gradients:
+        model.forward = loss
+        accepted = inspect.signature(connection.factory).parameters
+        offered = {"layouts": dict(layouts), "hyper": task.hyper}
+        given = {name: value for name, value in offered.items() if name in accepted}
+        arguments = {**given, **connection.options, **options}
+        try:
+            self._stepper: Any = connection.factory(model, **arguments)
+        except SubjectError as error:
+            raise RefusedError(error.message, error.hint) from error
+
+    def __enter__(self) -> "_Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        getattr(self._stepper, "close", lambda: None)()
+
+    def take(self, steps: Sequence[Tensors], outcome: Outcome) -> None:
+        """Takes steps, and adds what they leave behind."""
+        for gradients in steps:
             # Clones: a subject that writes into a gradient must not reach the next run's.
-            current = {name: gradients[name].clone() for name in named}
-            settings.append(_settings(stepper, named))
-            _step(model, stepper)
-            after.append(_parameters(model, stepper))
-        return Outcome(after, settings)
-    finally:
-        getattr(stepper, "close", lambda: None)()
+            self._gradients = {name: gradients[name].clone() for name in self._named}
+            outcome.settings.append(_settings(self._stepper, self._named))
+            outcome.overwritten.append(self._step())
+            outcome.after.append(_parameters(self._model, self._stepper))
+            outcome.state.append(_state(self._stepper, self._named) if self._task.state else {})
+
+    def saved(self) -> bytes:
+        """The optimizer's state as a file would hold it."""
+        if not (hasattr(self._stepper, "state_dict") and hasattr(self._stepper, "load_state_dict")):
+            raise LackingError("the subject has no state_dict and load_state_dict")
+        file = io.BytesIO()
+        torch.save(self._stepper.state_dict(), file)
+        return file.getvalue()
+
+    def load(self, state: bytes) -> None:
+        """Puts back what :meth:`saved` gave; it comes from this very process."""
+        self._stepper.load_state_dict(torch.load(io.BytesIO(state), weights_only=False))
+
+    def _step(self) -> list[str]:
+        """Takes one step; names the parameters whose gradient it wrote into."""
+        forward: Callable[[], Tensor] = getattr(self._stepper, "forward", self._model)
+        value = forward()
+        backward = getattr(self._stepper, "backward", None)
+        if backward is None:
+            value.backward()
+        else:
+            backward(value)
+        given = {n: p.grad.clone() for n, p in self._named.items() if p.grad is not None}
+        self._stepper.step()
+        written = [
+            name
+            for name, before in given.items()
+            if (after := self._named[name].grad) is not None and not _same(before, after)
+        ]
+        self._model.zero_grad(set_to_none=True)
+        return [] if backward is not None else written
 
 
-def _arguments(connection: Connection, task: Task) -> dict[str, Any]:
-    accepted = inspect.signature(connection.factory).parameters
-    offered = {"layouts": dict(task.layouts), "hyper": task.hyper}
-    given = {name: value for name, value in offered.items() if name in accepted}
-    return given | connection.options
-
-
-def _step(model: nn.Module, stepper: Any) -> None:
-    forward: Callable[[], Tensor] = getattr(stepper, "forward", model)
-    value = forward()
-    backward = getattr(stepper, "backward", None)
-    if backward is None:
-        value.backward()
-    else:
-        backward(value)
-    stepper.step()
-    model.zero_grad(set_to_none=True)
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same numbers; NaN is the same as NaN."""
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _parameters(model: nn.Module, stepper: Any) -> dict[str, Tensor]:
     gather = getattr(stepper, "parameters", None)
     found = dict(model.named_parameters()) if gather is None else gather()
-    return {name: p.detach().clone() for name, p in found.items()}
+    return {name: p.detach().clone(memory_format=_ROWS) for name, p in found.items()}
+
+
+_ROWS = torch.contiguous_format
 
 
 def _settings(stepper: Any, named: Mapping[str, nn.Parameter]) -> Settings:
@@ -143,3 +236,14 @@ def _is_number(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
     return isinstance(value, int | float)
+
+
+def _state(stepper: Any, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Tensors as large as their parameter in the state of a torch optimizer."""
+    state: Mapping[Any, Any] = getattr(stepper, "state", {})
+    return {
+        f"{name}/{key}": value.detach().clone(memory_format=_ROWS)
+        for name, p in named.items()
+        for key, value in state.get(p, {}).items()
+        if isinstance(value, Tensor) and value.shape == p.shape
+    }

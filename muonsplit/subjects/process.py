@@ -2,28 +2,43 @@
 
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 from safetensors import SafetensorError
 from torch import Tensor
 
-from muonsplit.errors import MuonsplitError, SubjectError, SubjectFaultError, UnobservableError
+from muonsplit.errors import (
+    LackingError,
+    RefusedError,
+    SubjectError,
+    SubjectFaultError,
+    UnobservableError,
+)
 from muonsplit.models.load import Config
 from muonsplit.subjects import wire
 from muonsplit.subjects.connect import Connection, connect
-from muonsplit.subjects.drive import Models, Outcome, Task, drive
+from muonsplit.subjects.drive import Layouts, Models, Outcome, Task, drive
+from muonsplit.subjects.limits import MARK, MEMORY, ROOT, Tail, end_all
 from muonsplit.subjects.worker import described
 
 _TAIL_LINES = 12
 _STARTING_S = 180.0
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# An answer holds the parameters after each step and what the optimizer keeps for them.
+_MOST_BYTES = 1 << 24
+_SLACK = 8
 
 
 class Driver(Protocol):
@@ -46,14 +61,19 @@ class Worker:
     Args:
         spec: Connection string of the subject.
         timeout: Seconds that one run may take; starting up is bounded apart.
+        memory: GiB that the process may take beyond what it starts with.
     """
 
-    def __init__(self, spec: str, timeout: float = 60.0) -> None:
+    def __init__(self, spec: str, timeout: float = 60.0, memory: float = 8.0) -> None:
         self.spec = spec
         self.timeout = timeout
+        self.memory = memory
         self._process: subprocess.Popen[bytes] | None = None
         self._prepared: Config | None = None
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
+        self._ended: int | None = None
+        self._mark = uuid.uuid4().hex
+        self._tail = Tail()
+        self._tail.opened()
 
     def __enter__(self) -> "Worker":
         return self
@@ -78,6 +98,8 @@ class Worker:
         Raises:
             SubjectFaultError: If it raised, exited, took too long, or answered with tensors that
                 are not the model's parameters.
+            RefusedError: If it says that it cannot be built so.
+            LackingError: If it has no state to save, where that is asked.
         """
         if self._process is None:
             self.describe()
@@ -85,20 +107,12 @@ class Worker:
             # Building the model is our own work, and must not count against the subject.
             self._ready({"do": "prepare", "config": task.config})
             self._prepared = task.config
-        header = {
-            "do": "run",
-            "subject": self.spec,
-            "config": task.config,
-            "layouts": {n: None if x is None else str(x) for n, x in task.layouts.items()},
-            "hyper": asdict(task.hyper),
-            "steps": len(task.gradients),
-        }
         tensors = wire.labelled(task.parameters, "p")
         for step, gradients in enumerate(task.gradients):
             tensors |= wire.labelled(gradients, str(step))
+        header = {"do": "run", "subject": self.spec, **_described(task)}
         answer, found = self._ask(header, tensors, self.timeout)
-        after = [wire.part(found, str(step)) for step in range(len(task.gradients))]
-        return checked(Outcome(after, answer["settings"]), task)
+        return checked(_outcome(answer, found, len(task.gradients)), task)
 
     def _ready(self, header: dict[str, Any]) -> dict[str, Any]:
         """Asks for something that comes before the subject's first step."""
@@ -111,7 +125,6 @@ class Worker:
     def close(self) -> None:
         """Ends the process and everything it started."""
         self._end()
-        self._log.close()
 
     def _end(self) -> int | None:
         process, self._process, self._prepared = self._process, None, None
@@ -119,24 +132,35 @@ class Worker:
             return None
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        end_all(self._mark)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with suppress(BrokenPipeError):
                     pipe.close()
-        return process.wait()
+        code = process.wait()
+        if self._ended is not None:
+            os.close(self._ended)
+            self._ended = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return code
 
     def _start(self) -> None:
-        self._log.seek(0)
-        self._log.truncate()
+        self._tail = Tail()
+        self._folder = tempfile.mkdtemp(prefix="muonsplit-")
+        bounds = {MARK: self._mark, ROOT: os.getcwd(), MEMORY: str(self.memory)}
         self._process = subprocess.Popen(
             # -P: nothing in the current folder may shadow a library.
             [sys.executable, "-P", "-m", "muonsplit.subjects.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._log,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            stderr=self._tail.writing,
+            env={**os.environ, **_ONE_THREAD, **bounds, **_found_from_here()},
+            cwd=self._folder,
             start_new_session=True,
         )
+        self._tail.opened()
+        if sys.platform == "linux":
+            self._ended = os.pidfd_open(self._process.pid)
 
     def _ask(
         self, header: dict[str, Any], tensors: Mapping[str, Tensor], limit: float
@@ -145,29 +169,93 @@ class Worker:
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
+        most = _MOST_BYTES + _SLACK * sum(t.nbytes for t in tensors.values())
         try:
             wire.write(process.stdin, header, tensors)  # pyright: ignore[reportArgumentType]
-            answer, found = wire.read(process.stdout, limit)  # pyright: ignore[reportArgumentType]
+            answer, found = wire.read(process.stdout, limit, most, self._ended)  # pyright: ignore[reportArgumentType]
         except TimeoutError:
             self._end()
             message = f"The subject took longer than {limit:g} s for one run and was ended."
-            raise SubjectFaultError(message, self._tail()) from None
-        except (OSError, EOFError, ValueError, SafetensorError):
+            raise SubjectFaultError(message, self._lines()) from None
+        except (OSError, EOFError):
             with suppress(subprocess.TimeoutExpired):  # its own exit code, before ours by SIGKILL
                 process.wait(timeout=5)
             message = f"The subject's process ended by itself with exit code {self._end()}."
-            raise SubjectFaultError(message, self._tail()) from None
-        if answer.get("error") == "subject":
-            raise SubjectError(answer["message"], answer["hint"])
-        if "error" in answer:
-            raise SubjectFaultError(f"The subject raised {answer['message']}", answer["tail"])
+            raise SubjectFaultError(message, self._lines()) from None
+        except (ValueError, RecursionError, SafetensorError) as error:
+            self._end()
+            message = f"The subject's process answered with something else: {error}"
+            raise SubjectFaultError(message, self._lines()) from None
+        _raise_error(answer)
         return answer, found
 
-    def _tail(self) -> str:
-        self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, self._log.tell() - 8192))
-        lines = self._log.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-_TAIL_LINES:])
+    def _lines(self) -> str:
+        return self._tail.lines(_TAIL_LINES)
+
+
+def _described(task: Task) -> dict[str, Any]:
+    """A task as plain values, but for its tensors."""
+    saved = task.saved
+    return {
+        "config": task.config,
+        "layouts": _texts(task.layouts),
+        "hyper": asdict(task.hyper),
+        "options": dict(task.options),
+        "saved": saved
+        and {
+            "steps": saved.steps,
+            "layouts": _texts(saved.layouts),
+            "options": dict(saved.options),
+        },
+        "turned": task.turned,
+        "state": task.state,
+        "steps": len(task.gradients),
+    }
+
+
+def _texts(layouts: Layouts) -> dict[str, str | None]:
+    return {name: None if layout is None else str(layout) for name, layout in layouts.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    settings: list[dict[str, dict[str, float]]]
+    overwritten: list[list[str]]
+
+
+def _outcome(answer: Mapping[str, Any], found: Mapping[str, Tensor], steps: int) -> Outcome:
+    try:
+        told = msgspec.convert(answer, _Answer)
+    except msgspec.ValidationError as error:
+        message = f"The subject's process answered with something else: {error}"
+        raise SubjectFaultError(message) from None
+    after = [wire.part(found, f"p{step}") for step in range(steps)]
+    state = [wire.part(found, f"s{step}") for step in range(steps)]
+    return Outcome(after, told.settings, told.overwritten, state)
+
+
+def _raise_error(answer: Mapping[str, Any]) -> None:
+    """Raises what the worker says went wrong."""
+    match answer.get("error"):
+        case None:
+            return
+        case "subject":
+            raise SubjectError(answer["message"], answer["hint"])
+        case "refused":
+            raise RefusedError(answer["message"], answer["hint"])
+        case "lacking":
+            raise LackingError(answer["message"])
+        case _:
+            message = f"The subject raised {answer['message']}"
+            raise SubjectFaultError(message, answer["tail"], raised=True)
+
+
+def _found_from_here() -> dict[str, str]:
+    """Where the worker finds what this process would, though it runs in another folder."""
+    paths = os.environ.get("PYTHONPATH", "")
+    return {
+        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, filter(None, paths.split(os.pathsep))))
+    }
 
 
 class InProcess:
@@ -189,19 +277,19 @@ class InProcess:
 
     def describe(self) -> dict[str, Any]:
         """See :meth:`Worker.describe`."""
-        self._connection = connect(self.spec)
+        self._connection = connect(self.spec, Path.cwd())
         return described(self._connection)
 
     def run(self, task: Task) -> Outcome:
         """See :meth:`Worker.run`."""
-        connection = self._connection or connect(self.spec)
+        connection = self._connection or connect(self.spec, Path.cwd())
         try:
             outcome = drive(connection, task, self._models)
-        except MuonsplitError:
+        except (SubjectError, LackingError):
             raise
         except Exception as error:
             message = f"The subject raised {type(error).__name__}: {error}"
-            raise SubjectFaultError(message, traceback.format_exc()) from error
+            raise SubjectFaultError(message, traceback.format_exc(), raised=True) from error
         return checked(outcome, task)
 
 
@@ -212,6 +300,7 @@ def checked(outcome: Outcome, task: Task) -> Outcome:
         SubjectFaultError: If a parameter is missing, has another shape, or is not finite.
         UnobservableError: If it has another dtype, or a stated learning rate moves nothing.
     """
+    finite = all(bool(g.isfinite().all()) for step in task.gradients for g in step.values())
     for step, found in enumerate(outcome.after, 1):
         for name, before in task.parameters.items():
             after = found.get(name)
@@ -227,7 +316,7 @@ def checked(outcome: Outcome, task: Task) -> Outcome:
                     f"after step {step} {name} is {after.dtype}, it was given as {before.dtype}; "
                     "models of other dtypes are not observed yet"
                 )
-            if not after.isfinite().all():
+            if finite and not after.isfinite().all():
                 raise SubjectFaultError(
                     f"After step {step} {name} holds NaN or infinity; every input was finite."
                 )

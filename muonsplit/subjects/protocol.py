@@ -1,7 +1,7 @@
 """What a subject is: an optimizer under test, made by a factory and driven one step at a time."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -35,11 +35,15 @@ class SubjectInfo:
         dialect: Name of the dialect it claims to speak.
         recognises: Whether it finds the heads itself; else it is told the layouts.
         models: Models it is certified on when none is named.
+        off: Options that turn the split off; one that is told the layouts needs none.
+        options: Options that must change something, each with two values to compare.
     """
 
     dialect: str
     recognises: bool
     models: tuple[str, ...] = DEFAULT_MODELS
+    off: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 class Stepper(Protocol):
@@ -60,6 +64,8 @@ def subject(
     dialect: str,
     recognises: bool,
     models: tuple[str, ...] = DEFAULT_MODELS,
+    off: Mapping[str, str] | None = None,
+    options: Mapping[str, tuple[str, str]] | None = None,
 ) -> Callable[[Factory], Factory]:
     """Declares a factory as a subject.
 
@@ -71,8 +77,10 @@ def subject(
         dialect: Name of the dialect the subject claims to speak.
         recognises: Whether it finds the heads itself.
         models: Models it is certified on when none is named.
+        off: Options that turn the split off, for a subject that finds the heads itself.
+        options: Options that must change something, each with two values to compare.
     """
-    info = SubjectInfo(dialect, recognises, models)
+    info = SubjectInfo(dialect, recognises, models, off or {}, options or {})
 
     def mark(factory: Factory) -> Factory:
         setattr(factory, ATTRIBUTE, info)

@@ -3,45 +3,42 @@
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from muonsplit.layout import Layout
+from muonsplit.subjects.beside import MuonAndAdamW, Weight, by_expert
 from muonsplit.subjects.protocol import Hyper, Stepper, subject
+from muonsplit.subjects.told import SWITCH, read_options, same
+
+_CHOICES = {"nesterov": SWITCH, "adjust_lr_fn": same("original", "match_rms_adamw")}
 
 
-@subject(dialect="torch-2.13", recognises=False)
-def build(model: nn.Module, layouts: Mapping[str, Layout | None], hyper: Hyper) -> Stepper:
-    """Builds ``torch.optim.Muon`` on the named weights and AdamW on the others."""
-    return _MuonAndAdamW(model, layouts, hyper)
+@subject(
+    dialect="torch-2.13",
+    recognises=False,
+    options={"nesterov": ("true", "false"), "adjust_lr_fn": ("original", "match_rms_adamw")},
+)
+def build(
+    model: nn.Module, layouts: Mapping[str, Layout | None], hyper: Hyper, **options: str
+) -> Stepper:
+    """Builds ``torch.optim.Muon`` on the named weights and AdamW on the others.
 
+    It takes matrices only, so a stack of experts is given to it one by one.
 
-class _MuonAndAdamW:
-    """torch's Muon takes matrices only, so a stack of experts is given to it slice by slice."""
+    Args:
+        model: The model.
+        layouts: The weights that Muon trains; it has no way to be told how to cut them.
+        hyper: Learning rate and decay of both, and momentum.
+        **options: ``nesterov`` and ``adjust_lr_fn``, as torch calls them.
 
-    def __init__(
-        self, model: nn.Module, layouts: Mapping[str, Layout | None], hyper: Hyper
-    ) -> None:
-        named = dict(model.named_parameters())
-        weights = {name: p for name, p in named.items() if name in layouts}
-        others = [p for name, p in named.items() if name not in layouts]
-        self._slices = [
-            (p, [nn.Parameter(matrix) for matrix in p.detach().unbind()])
-            for p in weights.values()
-            if p.ndim == 3
-        ]
-        matrices = [p for p in weights.values() if p.ndim == 2]
-        matrices += [matrix for _, slices in self._slices for matrix in slices]
-        lr, weight_decay = hyper.lr, hyper.weight_decay
-        self._muon = torch.optim.Muon(matrices, lr, weight_decay, hyper.momentum)
-        self._adamw = torch.optim.AdamW(others, lr, weight_decay=weight_decay)
+    Raises:
+        SubjectError: If an option is unknown or has an unusable value.
+    """
+    settings = read_options("torch", options, _CHOICES)
 
-    def step(self) -> None:
-        """Steps both."""
-        for stack, slices in self._slices:
-            gradients: tuple[Tensor | None, ...] = (None,) * len(slices)
-            if stack.grad is not None:
-                gradients = stack.grad.unbind()
-            for matrix, gradient in zip(slices, gradients, strict=True):
-                matrix.grad = gradient
-        self._muon.step()
-        self._adamw.step()
+    def make(weights: list[Weight]) -> torch.optim.Optimizer:
+        parameters = [weight.parameter for weight in weights]
+        given = (hyper.lr, hyper.weight_decay, hyper.momentum)
+        return torch.optim.Muon(parameters, *given, **settings)
+
+    return MuonAndAdamW(model, layouts, hyper, make, by_expert)

@@ -8,7 +8,7 @@ import os
 import select
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 from safetensors.torch import load, save
@@ -28,21 +28,33 @@ def write(stream: BinaryIO, header: Header, tensors: Tensors) -> None:
     stream.flush()
 
 
-def read(stream: BinaryIO, limit: float | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read(
+    stream: BinaryIO,
+    limit: float | None = None,
+    most: int | None = None,
+    ended: int | None = None,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Reads one frame.
 
     Args:
         stream: An unbuffered pipe.
         limit: Seconds it may take, or None to wait for ever.
+        most: Bytes it may have, or None for any number.
+        ended: A descriptor that can be read once the writer has ended; what it started may hold
+            the pipe open.
 
     Raises:
         TimeoutError: If it takes longer.
-        EOFError: If the pipe closes first.
+        EOFError: If the pipe closes or the writer ends first.
+        ValueError: If it is longer, or no frame.
     """
     deadline = None if limit is None else time.monotonic() + limit
-    text, body = _LENGTHS.unpack(_exactly(stream, _LENGTHS.size, deadline))
-    header = json.loads(_exactly(stream, text, deadline))
-    return header, load(_exactly(stream, body, deadline))
+    watched = [stream] if ended is None else [stream, ended]
+    text, body = _LENGTHS.unpack(_exactly(watched, _LENGTHS.size, deadline))
+    if most is not None and text + body > most:
+        raise ValueError(f"a frame of {text + body} bytes; at most {most} are expected")
+    header = json.loads(_exactly(watched, text, deadline))
+    return header, load(_exactly(watched, body, deadline))
 
 
 def part(tensors: Tensors, prefix: str) -> dict[str, Tensor]:
@@ -56,13 +68,15 @@ def labelled(tensors: Tensors, prefix: str) -> dict[str, Tensor]:
     return {f"{prefix}/{name}": t for name, t in tensors.items()}
 
 
-def _exactly(stream: BinaryIO, count: int, deadline: float | None) -> bytes:
-    chunks = bytearray()
+def _exactly(watched: Sequence[Any], count: int, deadline: float | None) -> bytes:
+    stream, chunks = watched[0], bytearray()
     while len(chunks) < count:
-        if deadline is not None:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([stream], [], [], left)[0]:
-                raise TimeoutError
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = select.select(watched, [], [], left)[0]
+        if not ready:
+            raise TimeoutError
+        if stream not in ready:
+            raise EOFError
         chunk = os.read(stream.fileno(), min(count - len(chunks), 1 << 20))
         if not chunk:
             raise EOFError

@@ -1,26 +1,26 @@
 """The subject's own process. It is given inputs only; what is expected stays with the parent."""
 
-import ctypes
 import inspect
 import os
-import signal
 import sys
 import traceback
+from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from muonsplit.errors import SubjectError
+from muonsplit.errors import LackingError, RefusedError, SubjectError
 from muonsplit.layout import Layout
+from muonsplit.subjects import limits
 from muonsplit.subjects.connect import Connection, connect
-from muonsplit.subjects.drive import Models, Task, drive
+from muonsplit.subjects.drive import Models, Saved, Task, drive
 from muonsplit.subjects.protocol import Hyper
 from muonsplit.subjects.wire import Header, Tensors, labelled, part, read, write
 
 _FRAMES = 3
-_PR_SET_PDEATHSIG = 1
 
 
 def described(connection: Connection) -> dict[str, Any]:
@@ -34,6 +34,9 @@ def described(connection: Connection) -> dict[str, Any]:
         "dialect": info.dialect,
         "recognises": info.recognises,
         "models": list(info.models),
+        "given": dict(connection.options),
+        "off": dict(info.off),
+        "options": {name: list(values) for name, values in info.options.items()},
         "takes": sorted(inspect.signature(connection.factory).parameters),
         "distribution": connection.distribution,
         "version": version,
@@ -50,7 +53,7 @@ class _Held:
 
     def connection(self, spec: str) -> Connection:
         if spec not in self._connections:
-            self._connections[spec] = connect(spec)
+            self._connections[spec] = connect(spec, Path(os.environ[limits.ROOT]))
         return self._connections[spec]
 
 
@@ -59,7 +62,7 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
     held = _Held()
     while True:
         try:
-            header, tensors = read(source, None)
+            header, tensors = read(source)
         except EOFError:
             return
         write(sink, *_guarded(header, tensors, held))
@@ -71,7 +74,10 @@ def _guarded(
     try:
         return _answer(header, tensors, held)
     except SubjectError as error:
-        return {"error": "subject", "message": error.message, "hint": error.hint}, {}
+        kind = "refused" if isinstance(error, RefusedError) else "subject"
+        return {"error": kind, "message": error.message, "hint": error.hint}, {}
+    except LackingError as error:
+        return {"error": "lacking", "message": error.message}, {}
     except Exception as error:
         tail = "".join(traceback.format_exception(error)[-_FRAMES:])
         said = f"{type(error).__name__}: {error}"
@@ -87,29 +93,36 @@ def _answer(
     connection = held.connection(header["subject"])
     if header["do"] == "describe":
         return described(connection), {}
-    layouts = {n: None if x is None else Layout.parse(x) for n, x in header["layouts"].items()}
     gradients = [part(tensors, str(step)) for step in range(header["steps"])]
-    hyper = Hyper(**header["hyper"])
-    task = Task(header["config"], part(tensors, "p"), gradients, layouts, hyper)
+    saved = header["saved"]
+    task = Task(
+        header["config"],
+        part(tensors, "p"),
+        gradients,
+        _layouts(header["layouts"]),
+        Hyper(**header["hyper"]),
+        header["options"],
+        saved and Saved(saved["steps"], _layouts(saved["layouts"]), saved["options"]),
+        header["turned"],
+        header["state"],
+    )
     outcome = drive(connection, task, held.models)
     found: dict[str, Tensor] = {}
-    for step, after in enumerate(outcome.after):
-        found |= labelled(after, str(step))
-    return {"settings": outcome.settings}, found
+    for step, (after, state) in enumerate(zip(outcome.after, outcome.state, strict=True)):
+        found |= labelled(after, f"p{step}") | labelled(state, f"s{step}")
+    return {"settings": outcome.settings, "overwritten": outcome.overwritten}, found
 
 
-def _end_with_parent() -> None:
-    """Asks Linux to end this process when its parent dies, however it dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _layouts(texts: Mapping[str, str | None]) -> dict[str, Layout | None]:
+    return {name: None if text is None else Layout.parse(text) for name, text in texts.items()}
 
 
 def main() -> None:
     """Runs the worker: frames on the standard streams, the subject's own output to stderr."""
-    _end_with_parent()
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     torch.set_num_threads(1)
+    limits.enter()
     serve(sys.stdin.buffer, sink)
     os._exit(0)  # nothing the subject registered to run at exit gets to run
 

@@ -1,8 +1,12 @@
 """Subjects that misbehave while they are driven."""
 
 import os
+import shutil
+import signal
+import struct
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -77,3 +81,74 @@ def sgd(model: nn.Module) -> _SGD:
 
 def undeclared(model: nn.Module) -> _SGD:
     return _SGD(model, lambda model: None)
+
+
+@_declared
+def prints(model: nn.Module) -> _SGD:
+    def shout(model: nn.Module) -> None:
+        line = "x" * 99 + "\n"
+        for _ in range(1024):
+            sys.stdout.write(line * 10_486)
+        print("the last line", flush=True)
+        raise RuntimeError("hoarse")
+
+    return _SGD(model, shout)
+
+
+def _sleeper(seconds: str) -> None:
+    """A process of another session, whose parent is gone: no signal to the group reaches it."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(float(seconds))
+        os._exit(0)
+    os.wait()
+
+
+@_declared
+def forks(model: nn.Module) -> _SGD:
+    return _SGD(model, lambda model: (_sleeper("4711"), time.sleep(600)))
+
+
+@_declared
+def forks_and_exits(model: nn.Module) -> _SGD:
+    return _SGD(model, lambda model: (_sleeper("4711"), os._exit(3)))
+
+
+@_declared
+def ignores_sigterm(model: nn.Module) -> _SGD:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return _SGD(model, lambda model: time.sleep(600))
+
+
+@_declared
+def deletes_its_folder(model: nn.Module) -> _SGD:
+    def delete(model: nn.Module) -> None:
+        with suppress(FileNotFoundError):
+            shutil.rmtree(os.getcwd())
+
+    return _SGD(model, delete)
+
+
+@_declared
+def eats(model: nn.Module) -> _SGD:
+    return _SGD(model, lambda model: [torch.ones(1 << 26) for _ in range(64)])
+
+
+def _answers(frame: bytes) -> Any:
+    """Writes to whatever pipe it finds, as if it were the worker."""
+
+    def forge(model: nn.Module) -> None:
+        for fd in range(3, 64):
+            with suppress(OSError):
+                os.write(fd, frame)
+        time.sleep(600)
+
+    return _declared(lambda model: _SGD(model, forge))
+
+
+answers_endlessly = _answers(b"\xff" * 16)
+answers_nonsense = _answers(struct.pack("<QQ", 9, 0) + b"[" * 9)
+answers_deeply = _answers(struct.pack("<QQ", 100_000, 0) + b"[" * 100_000)
+answers_something = _answers(struct.pack("<QQ", 2, 8) + b"{}" + struct.pack("<Q", 0))

@@ -1,0 +1,59 @@
+"""The same subject on other models: bare weights of chosen shapes, no split, no heads."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from muonsplit.checks.case import Case
+from muonsplit.checks.registry import SkipError
+from muonsplit.geometry import Decision, Plan
+from muonsplit.layout import Layout
+from muonsplit.models.bare import BARE
+
+# Name → rows and columns, and how they are cut.
+Weights = Mapping[str, tuple[Sequence[int], Layout | None]]
+
+
+def bare(case: Case, weights: Weights) -> Case:
+    """The subject on a model of nothing but named weights.
+
+    Args:
+        case: The subject on its own model.
+        weights: Shapes and layouts by name; whole where the dialect asks for no heads.
+
+    Raises:
+        SkipError: If the subject finds the heads itself, for such a model has none to find; or
+            if it was seen before that it does not split.
+    """
+    if case.described["recognises"]:
+        raise SkipError("the subject finds the heads itself, and bare weights show none")
+    if case.plan.split and all(d.name in case.diverged for d in case.plan.split):
+        raise SkipError("every weight that is split has diverged before")
+    decisions = tuple(
+        _decision(name, tuple(shape), layout if case.dialect.per_head else None)
+        for name, (shape, layout) in weights.items()
+    )
+    config = {"model_type": BARE, "weights": {d.name: list(d.shape) for d in decisions}}
+    plan = Plan(case.dialect.name, decisions, ())
+    shapes = {d.name: d.shape for d in decisions}
+    return replace(
+        case, config=config, shapes=shapes, plan=plan, full=plan, truths={}, diverged={}, _bounds={}
+    )
+
+
+def _decision(name: str, shape: tuple[int, ...], layout: Layout | None) -> Decision:
+    leaf = name.split(".")[-2]
+    return Decision(name, shape, "", leaf, "other", layout, None, None, "given", "given")
+
+
+def unsplit(case: Case) -> Case:
+    """The subject on its own model, with the split off.
+
+    Raises:
+        SkipError: If the dialect asks for no heads, or nothing says how to turn the split off.
+    """
+    if not case.plan.split:
+        raise SkipError("the plan splits no weight of this model")
+    if case.described["recognises"] and not case.described["off"]:
+        raise SkipError("the subject declares no option that turns the split off")
+    whole = tuple(replace(d, layout=None) for d in case.plan.decisions)
+    return replace(case, plan=replace(case.plan, decisions=whole), _bounds={})

@@ -1,0 +1,105 @@
+"""Subjects that do harm: each ends in a finding, and nothing of it is left."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from muonsplit.certificate.run import Question, certify
+from muonsplit.certificate.verdict import Verdict
+from muonsplit.subjects.limits import Tail
+from muonsplit.subjects.process import Worker
+
+BAD = Path(__file__).parent / "subjects" / "bad.py"
+pytestmark = pytest.mark.slow
+
+
+def first_finding(name: str, *, timeout: float = 60.0, memory: float = 8.0) -> tuple[str, str]:
+    with Worker(f"file:{BAD}:{name}", timeout, memory) as worker:
+        found = certify(worker, Question(models=["llama"]))
+    assert found.verdict is Verdict.VIOLATES
+    first = found.models[0].results[0]
+    assert first.check == "subject.answers"
+    return first.findings[0].message, first.findings[0].tail
+
+
+def sleeping() -> list[str]:
+    """Command lines of processes that a subject of these tests started."""
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    return [line for line in listed.stdout.splitlines() if "muonsplit.subjects.worker" in line]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("forks", "took longer than 3 s"),
+        ("forks_and_exits", "exit code 3"),
+        ("ignores_sigterm", "took longer than 3 s"),
+    ],
+)
+def test_nothing_it_started_is_left(name: str, said: str) -> None:
+    before = len(sleeping())
+    message, _ = first_finding(name, timeout=3)
+    assert said in message
+    assert len(sleeping()) <= before
+
+
+def test_a_gibibyte_of_output_is_not_kept() -> None:
+    message, tail = first_finding("prints", timeout=120)
+    assert "RuntimeError: hoarse" in message
+    assert len(tail) <= 8192
+
+
+def test_its_own_folder_is_all_it_can_delete_by_accident(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept").write_text("yes")
+    monkeypatch.chdir(tmp_path)
+    with Worker(f"file:{BAD}:deletes_its_folder") as worker:
+        found = certify(worker, Question(models=["llama"], only=["routing.muon"]))
+    assert (tmp_path / "kept").read_text() == "yes"
+    # It answered after all, and is judged by what it did: it is plain SGD.
+    statuses = {r.check: r.status for r in found.models[0].results}
+    assert statuses["subject.answers"] == "passed"
+    assert statuses["routing.muon"] == "failed"
+
+
+def test_memory_has_a_limit() -> None:
+    message, _ = first_finding("eats", memory=1.0)
+    assert "memory" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("answers_endlessly", "at most"),
+        ("answers_nonsense", "something else"),
+        ("answers_deeply", "something else"),
+        ("answers_something", "something else"),
+    ],
+)
+def test_a_forged_answer_is_a_finding(name: str, said: str) -> None:
+    message, _ = first_finding(name, timeout=20)
+    assert said in message
+
+
+def test_files_and_modules_are_found_from_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_from_here.py").write_text((BAD.parent / "good.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    for spec in ("file:mine_from_here.py:build", "mine_from_here:build"):
+        with Worker(spec) as worker:
+            assert worker.describe()["dialect"] == "moonlight"
+
+
+def test_the_tail_is_what_was_written_last() -> None:
+    tail = Tail()
+    os.write(tail.writing, b"first\n" * 5000)
+    os.write(tail.writing, b"last\n")
+    tail.opened()
+    time.sleep(0.05)
+    lines = tail.lines(2)
+    assert lines == "first\nlast"
