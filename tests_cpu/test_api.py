@@ -81,7 +81,7 @@ def test_reports_are_written(tmp_path: Path) -> None:
 
 def test_smoke_asks_on_the_first_model_only() -> None:
     session = Session(subject="builtin:reference", profile="smoke")
-    assert {model for model, _ in session.asked()} == {"glm-5.2"}
+    assert {model for model, _ in session.asked()} == {"llama"}
 
 
 @muonsplit.parametrize_with_checks(

@@ -49,7 +49,9 @@ def test_reference_conforms_quickly(model: str) -> None:
 def test_every_check_runs_on_a_grouped_query_model() -> None:
     found = certify(InProcess("builtin:reference"), Question(models=["llama"]))
     assert [r.check for r in found.models[0].results] == list(CHECKS)
-    assert {r.status for r in found.models[0].results} == {"passed"}
+    skipped = {r.check for r in found.models[0].results if r.status != "passed"}
+    # It is told the heads, and its dialect says that gradients may be overwritten.
+    assert skipped == {"recognition.nothing", "state.gradient"}
 
 
 def test_torch_per_head_violates_by_not_splitting() -> None:
@@ -82,13 +84,10 @@ def test_every_dialect_is_spoken_without_being_accused(name: str) -> None:
     factory = name.replace("-", "_").replace(".", "_")
     driver = InProcess(f"file:{SUBJECTS / 'dialects.py'}:{factory}")
     found = certify(driver, Question(models=["llama", "deepseek-v2-lite"]))
-    assert failed(found) == set()
-    # Polar Express is steep: in half precision a direction on small blocks cannot be judged.
-    steep = name in ("dion", "prime-rl", "modded-nanogpt", "gram-newton-schulz-0.1.6")
-    assert found.verdict is (Verdict.INCONCLUSIVE if steep else Verdict.CONFORMS)
-    undecided = {r.check for m in found.models for r in m.results if r.status == "undecided"}
-    blind = {"arithmetic.direction", "state.momentum", "state.decay"}
-    assert undecided <= (blind if steep else set())
+    # It casts to float16 before it normalises, as optimuon does, and overflows on large gradients.
+    overflows = name == "optimuon-0.1.1"
+    assert failed(found) == ({"inputs.scale"} if overflows else set())
+    assert found.verdict is (Verdict.VIOLATES if overflows else Verdict.CONFORMS)
 
 
 def test_another_arithmetic_is_not_the_declared_one() -> None:
@@ -158,7 +157,7 @@ def subtle(name: str, *, dialect: str | None = None) -> Certificate:
         ("decay_once", "state.decay"),
         ("pairs_share_a_norm", "independence.heads"),
         ("value_by_query", "independence.weights"),
-        ("one_head_turned_another_large", "arithmetic.direction"),
+        ("one_head_turned_another_large", "independence.copies"),
     ],
 )
 def test_subtle_fault_is_caught(name: str, check: str) -> None:

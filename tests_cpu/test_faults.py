@@ -68,10 +68,11 @@ def test_fault_is_caught_first_by_its_check(name: str) -> None:
     assert tried(InProcess(f"faulty:{name}"), FAULTS[name]) == FAULTS[name].check
 
 
-@pytest.mark.slow
+@pytest.mark.corpus
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_caught_with_another_seed(name: str) -> None:
-    assert tried(InProcess(f"faulty:{name}"), FAULTS[name], seed=7) == FAULTS[name].check
+def test_fault_is_caught_with_other_seeds(name: str, seed: int) -> None:
+    assert tried(InProcess(f"faulty:{name}"), FAULTS[name], seed) == FAULTS[name].check
 
 
 def test_every_check_has_a_fault_that_it_catches_first() -> None:

@@ -375,3 +375,28 @@ def test_a_layout_on_columns_fits_by_columns() -> None:
 def test_an_unknown_dialect_is_refused() -> None:
     with pytest.raises(UsageError, match="nobody"):
         PerHeadMuon([("w", Parameter(torch.zeros(4, 4)))], {}, dialect="nobody")
+
+
+@pytest.mark.parametrize("dialect", ["muonium-0.2.0", "dtensor-muon-0.1.0"])
+def test_a_float32_buffer_survives_a_checkpoint_of_bfloat16_weights(dialect: str) -> None:
+    # torch's own load_state_dict rounds what it restores to the dtype of the parameter.
+    def made(weight: Tensor) -> tuple[Parameter, PerHeadMuon]:
+        p = Parameter(weight.clone())
+        layouts = {"w": Layout.heads("q", 2, 4)}
+        return p, PerHeadMuon([("w", p)], layouts, dialect=dialect, lr=0.02)
+
+    def stepped(p: Parameter, optimizer: PerHeadMuon, seed: int) -> None:
+        source = torch.Generator().manual_seed(seed)
+        p.grad = torch.randn(8, 6, generator=source).bfloat16()
+        optimizer.step()
+
+    start = torch.randn(8, 6, generator=torch.Generator().manual_seed(9)).bfloat16()
+    p, optimizer = made(start)
+    stepped(p, optimizer, 0)
+    q, resumed = made(p.detach())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert resumed.state[q]["momentum_buffer"].dtype == torch.float32
+    assert torch.equal(resumed.state[q]["momentum_buffer"], optimizer.state[p]["momentum_buffer"])
+    stepped(p, optimizer, 1)
+    stepped(q, resumed, 1)
+    assert torch.equal(p, q)

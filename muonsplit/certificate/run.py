@@ -1,21 +1,23 @@
 """Certifying: a subject, a dialect and models come to a certificate."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from typing import Any, Literal
 
 from torch import nn
 
 from muonsplit.certificate.battery import GATES, Progress, model_result
-from muonsplit.certificate.canonical import digest
+from muonsplit.certificate.canonical import canonical, digest
 from muonsplit.certificate.verdict import ModelResult, Verdict, verdict_of
 from muonsplit.checks import CHECKS
 from muonsplit.checks.case import Case
 from muonsplit.checks.registry import check_named
 from muonsplit.dialect import Dialect, dialect_named
-from muonsplit.geometry import plan
-from muonsplit.models.load import ModelSpec, build, resolve
+from muonsplit.geometry import Plan, plan
+from muonsplit.models.load import Config, ModelSpec, build, resolve
 from muonsplit.models.miniature import miniature
 from muonsplit.recognition.judge import Judgement, judge
 from muonsplit.subjects.process import Driver, Worker
@@ -136,19 +138,47 @@ def case_of(
         dialect: The dialect it is held to.
         seed: Root of every random draw.
     """
-    small = miniature(spec.config)
-    model = build(small)
+    model = _planned(canonical(spec.config), dialect)
     return Case(
         driver,
-        small,
-        {name: tuple(p.shape) for name, p in model.named_parameters()},
-        plan(model, dialect),
-        plan(build(spec.config), dialect),
+        model.small,
+        model.shapes,
+        model.plan,
+        model.full,
         dialect,
         seed,
         described,
-        _truths(model, dialect),
+        model.truths,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What is known of a model before any subject sees it.
+
+    Attributes:
+        small: Config of its miniature.
+        shapes: Shape of every parameter of that.
+        plan: The plan of the miniature.
+        full: The plan of the model.
+        truths: What the miniature computes.
+    """
+
+    small: Config
+    shapes: dict[str, tuple[int, ...]]
+    plan: Plan
+    full: Plan
+    truths: dict[str, Judgement]
+
+
+@lru_cache(maxsize=16)  # the corpus asks of one model a hundred times
+def _planned(config: str, dialect: Dialect) -> _Planned:
+    given: Config = json.loads(config)
+    small = miniature(given)
+    model = build(small)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    truths = _truths(model, dialect)
+    return _Planned(small, shapes, plan(model, dialect), plan(build(given), dialect), truths)
 
 
 def _truths(model: nn.Module, dialect: Dialect) -> dict[str, Judgement]:

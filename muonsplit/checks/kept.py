@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from muonsplit.checks.case import Case
+from muonsplit.checks.follow import decayed
 from muonsplit.checks.registry import BLIND, Finding, Findings, SkipError, UndecidedError, check
 from muonsplit.checks.variants import unsplit
 from muonsplit.errors import SubjectFaultError
@@ -69,10 +70,11 @@ def gradient(case: Case) -> Findings:
 def nonfinite(case: Case) -> Findings:
     """One element of one head's gradient is infinite, in the second of three steps.
 
-    Other weights and other heads go on as if it were not, or the step is skipped, and the next is
-    as if it had not been. The head itself is skipped too, or says so by infinity or NaN. Seen in
-    public: finite nonsense applied (DeepSpeed 0.19.8 by reading, per head without Nesterov), a
-    momentum poisoned for good with zero updates ever after (DeepSpeed #8432).
+    Other weights go on as if it were not, or the step is skipped, and the next is as if it had not
+    been. The head itself is skipped too, and then the others of its weight go on likewise, or says
+    so by infinity or NaN, and then it alone. Seen in public: finite nonsense applied (DeepSpeed
+    0.19.8 by reading, per head without Nesterov), a momentum poisoned for good with zero updates
+    ever after (DeepSpeed #8432).
     """
     if case.coupled:
         raise SkipError("all weights are coupled: see independence.weights")
@@ -118,16 +120,17 @@ def _harm(runs: _Runs, hit: Tensor, slack: float) -> str:
         moved = float((other - before)[lines].norm())
         return float((one - other)[lines].norm()) <= slack * moved
 
+    if not after[hit].isfinite().all():  # it says so itself; only its own head may
+        return "" if after[~hit].isfinite().all() else "other heads are not finite either"
     still = bool((after[~hit] == before[~hit]).all()) and bool((~hit).any())
     if not still and not same(after, runs.without[1], ~hit):
         return "other lines move otherwise"
     if not same(last, runs.skipped[1] if still else runs.without[2], ~hit):
         return "a step later other lines are elsewhere"
-    struck = after[hit]
-    if not struck.isfinite().all() or not last[hit].isfinite().all():
-        return ""
-    if not bool((struck == before[hit]).all()):
+    if not bool((after[hit] == before[hit]).all()):
         return "it takes a finite step"
+    if not last[hit].isfinite().all():
+        return ""
     return "" if same(last, runs.skipped[1], hit) else "what is kept for it stays spoilt"
 
 
@@ -188,7 +191,8 @@ def split(case: Case) -> Findings:
         kept = torch.zeros(d.shape, dtype=torch.float64)
         given = [step[d.name].double() for step in (first, second)]
         ahead = [advance_momentum(g, kept, exact, beta, i) for i, g in enumerate(given, 1)][-1]
-        seen = outcome.after[0][d.name].double() - outcome.after[1][d.name].double()
+        once, twice = (after[d.name].double() for after in outcome.after)
+        seen = decayed(case, d, [case.stated(d.name, outcome.settings[-1])]) * once - twice
         fits = fit(seen, ahead, hypotheses(d.layout, d.shape[0]), case.dialect.arithmetic)
         planned = next(found for found in fits if found.hypothesis == "as planned")
         limit = case.bound(d, ahead)

@@ -5,10 +5,19 @@ from dataclasses import replace
 
 from muonsplit.checks.case import Case
 from muonsplit.checks.registry import SkipError
+from muonsplit.errors import SubjectFaultError
 from muonsplit.geometry import Decision, Plan
+from muonsplit.geometry.leaf import Kind
 from muonsplit.layout import Layout
 from muonsplit.models.bare import BARE
 
+# What any subject that needs nothing but weights and layouts can be built on.
+_ORDINARY: "Weights" = {
+    "a.q_proj.weight": ((32, 48), Layout.heads("q", 4, 8)),
+    "a.k_proj.weight": ((16, 48), Layout.heads("k", 2, 8)),
+    "a.v_proj.weight": ((16, 48), Layout.heads("v", 2, 8)),
+    "a.up_proj.weight": ((64, 48), None),
+}
 # Name → rows and columns, and how they are cut.
 Weights = Mapping[str, tuple[Sequence[int], Layout | None]]
 
@@ -21,28 +30,43 @@ def bare(case: Case, weights: Weights) -> Case:
         weights: Shapes and layouts by name; whole where the dialect asks for no heads.
 
     Raises:
-        SkipError: If the subject finds the heads itself, for such a model has none to find; or
-            if it was seen before that it does not split.
+        SkipError: If the subject finds the heads itself, for such a model has none to find; if it
+            raises on ordinary bare weights; or if it was seen before that it does not split.
     """
     if case.described["recognises"]:
         raise SkipError("the subject finds the heads itself, and bare weights show none")
     if case.plan.split and all(d.name in case.diverged for d in case.plan.split):
         raise SkipError("every weight that is split has diverged before")
+    ordinary = _on(case, _ORDINARY)
+    try:
+        ordinary.run([ordinary.gradients])
+    except SubjectFaultError as fault:
+        if not fault.raised:
+            raise
+        raise SkipError(f"the subject cannot be built on bare weights: {fault.message}") from None
+    return _on(case, weights)
+
+
+def _on(case: Case, weights: Weights) -> Case:
     decisions = tuple(
         _decision(name, tuple(shape), layout if case.dialect.per_head else None)
         for name, (shape, layout) in weights.items()
     )
-    config = {"model_type": BARE, "weights": {d.name: list(d.shape) for d in decisions}}
-    plan = Plan(case.dialect.name, decisions, ())
-    shapes = {d.name: d.shape for d in decisions}
+    # Optimizers for what Muon does not train are given something too.
+    beside = _decision("embed_tokens.weight", (16, 8), None, "embedding")
+    shapes = {d.name: d.shape for d in (beside, *decisions)}
+    config = {"model_type": BARE, "weights": {name: list(shape) for name, shape in shapes.items()}}
+    plan = Plan(case.dialect.name, decisions, (beside,))
     return replace(
         case, config=config, shapes=shapes, plan=plan, full=plan, truths={}, diverged={}, _bounds={}
     )
 
 
-def _decision(name: str, shape: tuple[int, ...], layout: Layout | None) -> Decision:
+def _decision(
+    name: str, shape: tuple[int, ...], layout: Layout | None, kind: Kind = "other"
+) -> Decision:
     leaf = name.split(".")[-2]
-    return Decision(name, shape, "", leaf, "other", layout, None, None, "given", "given")
+    return Decision(name, shape, "", leaf, kind, layout, None, None, "given", "given")
 
 
 def unsplit(case: Case) -> Case:

@@ -6,14 +6,14 @@ from dataclasses import asdict
 from muonsplit.checks import CHECKS
 from muonsplit.dialect import DIALECTS, Dialect, dialect_named
 from muonsplit.errors import UsageError
-from muonsplit.faulty import FAULTS
+from muonsplit.faulty import CHEATS, FAULTS, LEGAL
 from muonsplit.models.load import golden_models
 from muonsplit.report.tables import Table, table
 from muonsplit.subjects.connect import ADAPTERS
 
 
 def explain(id: str) -> str:
-    """The text of a check, fault or dialect.
+    """The text of a check, fault, cheat, legal variant or dialect.
 
     Raises:
         UsageError: If there is none of that id.
@@ -27,6 +27,12 @@ def explain(id: str) -> str:
         fault = FAULTS[id]
         caught = f"Caught by: {fault.check}, on {fault.model}"
         return f"{id}: {fault.summary}\nOrigin: {fault.origin}\n{caught}"
+    if id in CHEATS:
+        return f"{id}: {CHEATS[id].summary}\nA cheat: it must not conform."
+    if id in LEGAL:
+        return (
+            f"{id}: {LEGAL[id].summary}\nA legal variant of {LEGAL[id].dialect}: it must conform."
+        )
     with suppress(UsageError):
         return _dialect(dialect_named(id))
     raise UsageError(

@@ -9,7 +9,7 @@ from muonsplit.layout import Layout
 from muonsplit.muon import PerHeadMuon
 from muonsplit.subjects.protocol import Hyper, subject
 
-GOLDEN = ("glm-5.2", "kimi-k3", "deepseek-v2-lite", "gpt-neox-20b", "llama")
+GOLDEN = ("llama", "glm-5.2", "kimi-k3", "deepseek-v2-lite", "gpt-neox-20b")
 
 
 @subject(dialect=DEFAULT_DIALECT, recognises=False, models=GOLDEN)
