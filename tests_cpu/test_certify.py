@@ -66,6 +66,16 @@ def test_torch_per_head_violates_by_not_splitting() -> None:
     )
 
 
+def test_torch_without_nesterov_normalises_its_own_bfloat16_buffer() -> None:
+    # In 2.13 `bfloat16()` of a bfloat16 buffer is the buffer, and is divided in place.
+    question = Question(models=["llama"], dialect="torch-2.13:nesterov=false")
+    found = certify(InProcess("torch:nesterov=false"), question)
+    assert failed(found) == {"inputs.dtype"}
+    assert {f.weight for r in found.models[0].results for f in r.findings} == {
+        w.weight for w in found.models[0].weights
+    }
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_torch_under_its_own_dialect_conforms(seed: int) -> None:
     question = Question(models=["llama", "deepseek-v2-lite"], dialect="torch-2.13", seed=seed)
@@ -83,7 +93,7 @@ def test_torch_conforms_on_weights_with_few_columns() -> None:
 def test_every_dialect_is_spoken_without_being_accused(name: str) -> None:
     factory = name.replace("-", "_").replace(".", "_")
     driver = InProcess(f"file:{SUBJECTS / 'dialects.py'}:{factory}")
-    found = certify(driver, Question(models=["llama", "deepseek-v2-lite"]))
+    found = certify(driver, Question(models=["llama"]))
     # It casts to float16 before it normalises, as optimuon does, and overflows on large gradients.
     overflows = name == "optimuon-0.1.1"
     assert failed(found) == ({"inputs.scale"} if overflows else set())

@@ -188,6 +188,18 @@ def test_muon_fsdp2_scales_experts_by_how_many_they_are() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("spec", ["muonium", "dtensor-muon"])
+def test_their_float32_buffers_are_rounded_when_they_are_loaded(spec: str) -> None:
+    needs(spec)
+    dialect = {"muonium": "muonium-0.2.0", "dtensor-muon": "dtensor-muon-0.1.0"}[spec]
+    with Worker(spec, timeout=300) as worker:
+        found = certify(worker, Question(models=("llama",), dialect=dialect))
+    # torch's load_state_dict takes the dtype of the bfloat16 parameter; neither overrides it.
+    assert by_status(found, "failed") == {"state.resume"}
+    assert by_status(found, "undecided") == set()
+
+
+@pytest.mark.slow
 def test_optimuon_scales_heads_by_the_shape_of_the_whole() -> None:
     found = certified("optimuon", "deepseek-v2-lite", "optimuon-0.1.1:scale_per=block")
     assert by_status(found, "failed") == {"arithmetic.scale"}

@@ -71,6 +71,7 @@ def test_the_command_answers_in_one_line_and_in_json() -> None:
     arguments = ["identify", f"file:{SPEAKING}:moonlight", "--in-process"]
     said = CliRunner().invoke(cli, arguments)
     assert said.exit_code == 0
-    assert said.output.rstrip().endswith("speaks moonlight in every bit, per head, as planned.")
+    same = "moonlight and glm-5 and kimi-k3"  # their arithmetic is one
+    assert said.output.rstrip().endswith(f"speaks {same} in every bit, per head, as planned.")
     told = json.loads(CliRunner().invoke(cli, [*arguments, "--format", "json"]).output)
-    assert told["ranked"][0]["names"] == ["moonlight"]
+    assert told["ranked"][0]["names"][0] == "moonlight"

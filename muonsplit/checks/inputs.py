@@ -35,10 +35,13 @@ def scale(case: Case) -> Findings:
         sized = {d.name: drawn[d.name] * size for d in case.plan.decisions}
         after = case.probe({**drawn, **sized})
         # ε sees what momentum makes of a gradient, and an average is as good as a sum.
-        ways = [_judged(case, drawn, size * factor, after) for factor in _sums(case)]
-        lost += not any(b.legible for weight in ways[0] for b in weight)
-        off = [_named(case, weights, f"with gradients times {size:g}") for weights in ways]
-        for found in min(off, key=len):
+        blocks = _judged(case, drawn, size, after)
+        lost += not any(b.legible for weight in blocks for b in weight)
+        off = _named(case, blocks, f"with gradients times {size:g}")
+        for factor in _sums(case) if off else ():
+            other = _judged(case, drawn, size * factor, after)
+            off = min(off, _named(case, other, f"with gradients times {size:g}"), key=len)
+        for found in off:
             if found.weight not in reported:
                 reported.add(found.weight)
                 yield found
@@ -46,10 +49,10 @@ def scale(case: Case) -> Findings:
         raise UndecidedError("rounding alone may turn every block as far as a fault")
 
 
-def _sums(case: Case) -> tuple[float, ...]:
+def _sums(case: Case) -> tuple[float, float]:
     """What the first momentum of a sum is of that of an average, and the other way around."""
     kept = 1 - case.stated(case.weights[0].name, case.base.settings[0]).momentum
-    return 1.0, 1 / kept, kept
+    return 1 / kept, kept
 
 
 def _judged(
