@@ -25,13 +25,20 @@ def findings(certificate: Certificate) -> list[tuple[str, str, str, str]]:
     ]
 
 
-@pytest.mark.parametrize(
-    "spec", ["deepspeed", "deepspeed:stage=1", "deepspeed:stage=2", "deepspeed:stage=3"]
-)
+@pytest.mark.parametrize("spec", ["deepspeed", "deepspeed:stage=1", "deepspeed:stage=2"])
 def test_per_head_where_the_tag_survives(spec: str) -> None:
     found = certified(spec)
     assert [m.model for m in found.models] == ["llama", "deepseek-v2-lite"]
     assert found.verdict is Verdict.CONFORMS, findings(found)
+
+
+def test_stage_3_advances_momentum_in_a_step_that_it_skips() -> None:
+    # In float32 `step` finds the norm invalid only after every Muon update has been made.
+    found = certified("deepspeed:stage=3")
+    assert {check for check, *_ in findings(found)} == {"state.nonfinite"}
+    struck = {m.weights[0].weight for m in found.models}
+    others = {w.weight for m in found.models for w in m.weights} - struck
+    assert others <= {weight for _, weight, *_ in findings(found)}
 
 
 def test_the_standard_iteration_speaks_its_own_dialect() -> None:

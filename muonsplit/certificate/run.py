@@ -17,7 +17,7 @@ from muonsplit.checks.case import Case
 from muonsplit.checks.registry import check_named
 from muonsplit.dialect import Dialect, dialect_named
 from muonsplit.geometry import Plan, plan
-from muonsplit.models.load import Config, ModelSpec, build, resolve
+from muonsplit.models.load import Config, ModelSpec, build, ready, resolve
 from muonsplit.models.miniature import miniature
 from muonsplit.recognition.judge import Judgement, judge
 from muonsplit.subjects.process import Driver, Worker
@@ -95,6 +95,7 @@ def certify(driver: Driver, question: Question) -> Certificate:
     checks = [c for c in CHECKS.values() if c.id in wanted or c.id in GATES]
     asked = None if question.dialect is None else dialect_named(question.dialect)
     specs = [resolve(name) for name in dict.fromkeys(question.models)]
+    ready()  # the subject's own process does the same meanwhile
     described = driver.describe()
     dialect = asked or dialect_named(described["dialect"]).asked_per_head()
     specs = specs or [resolve(name) for name in described["models"]]

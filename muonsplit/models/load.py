@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -151,6 +152,12 @@ def complete(config: Config) -> Config:
     if config.get("model_type") == KIMI_K3:
         return dict(config)
     return _transformers_config(config).to_dict()
+
+
+def ready() -> None:
+    """Imports what building a model takes, where there is time for it."""
+    with suppress(ImportError):
+        import transformers.models.auto.modeling_auto  # noqa: F401 # pyright: ignore[reportUnusedImport]
 
 
 def mappings() -> dict[str, list[str]]:

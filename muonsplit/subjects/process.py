@@ -76,6 +76,8 @@ class Worker:
         self._tail.opened()
 
     def __enter__(self) -> "Worker":
+        if self._process is None:
+            self._start()  # it imports while we do
         return self
 
     def __exit__(self, *_: object) -> None:

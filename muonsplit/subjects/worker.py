@@ -14,6 +14,7 @@ from torch import Tensor
 
 from muonsplit.errors import LackingError, RefusedError, SubjectError
 from muonsplit.layout import Layout
+from muonsplit.models.load import ready
 from muonsplit.subjects import limits
 from muonsplit.subjects.connect import Connection, connect
 from muonsplit.subjects.drive import Models, Saved, Task, drive
@@ -123,6 +124,7 @@ def main() -> None:
     os.dup2(2, 1)
     torch.set_num_threads(1)
     limits.enter()
+    ready()
     serve(sys.stdin.buffer, sink)
     os._exit(0)  # nothing the subject registered to run at exit gets to run
 
