@@ -174,3 +174,15 @@ def test_plan_from_the_command_line(benchmark: BenchmarkFixture, model: str) -> 
         subprocess.run(command, check=True, capture_output=True, env=environment)
 
     benchmark.pedantic(run, rounds=2)
+
+
+@pytest.mark.parametrize("profile", ["smoke", "ci"])
+def test_certify_from_the_command_line(benchmark: BenchmarkFixture, profile: str) -> None:
+    # The floor is torch's import in either process, and the bounds: half of what is left.
+    command = [sys.executable, "-m", "muonsplit", "certify", "--profile", profile, "--seed", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def run() -> None:
+        subprocess.run(command, check=True, capture_output=True, env=environment)
+
+    benchmark.pedantic(run, rounds=1)
