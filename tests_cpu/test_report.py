@@ -32,6 +32,12 @@ _KEPT = ("subject.answers", "cut.rows", "independence.heads", "arithmetic.bias")
 _ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe]")
 
 
+@pytest.fixture(autouse=True)
+def as_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker of pytest-xdist says how wide its terminal is; a log does not."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def four_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is shown, without depending on how many checks there are, or on a terminal's width."""
@@ -308,6 +314,7 @@ def test_certify_shows_details_and_writes_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["certify", "faulty:query-count-for-key-value", "--only", "cut.rows", "--in-process"]
+    asked += ["--seed", "0"]
     with pytest.raises(SystemExit) as ended:
         main([*asked, "--details", "--report", str(tmp_path)])
     assert ended.value.code == 1
