@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -39,11 +39,15 @@ def as_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def four_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is shown, without depending on how many checks there are, or on a terminal's width."""
-    monkeypatch.delenv("COLUMNS", raising=False)
-    for id in [id for id in CHECKS if id not in _KEPT]:
-        monkeypatch.delitem(CHECKS, id)
+def four_checks() -> Iterator[None]:
+    """What is shown, without depending on how many checks there are."""
+    every = dict(CHECKS)
+    for id in every.keys() - set(_KEPT):
+        del CHECKS[id]
+    yield
+    # Put back one by one they would run in another order.
+    CHECKS.clear()
+    CHECKS.update(every)
 
 
 @pytest.fixture(scope="module")
