@@ -104,7 +104,7 @@ class Session:
         return next(r for r in found.results if r.check == check)
 
     def asked(self) -> list[tuple[str, str]]:
-        """The models and checks of this session, without running anything.
+        """The models and checks that are asked for, without running anything.
 
         Raises:
             SubjectError: If the subject cannot be found.

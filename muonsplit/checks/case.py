@@ -305,6 +305,21 @@ def mapped(weight: Tensor, layout: Layout | None, change: Callable[[Tensor], Ten
     return result
 
 
+def cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same tensors in another dtype."""
+    return {name: x.to(dtype) for name, x in tensors.items()}
+
+
+def axis_of(layout: Layout | None) -> int:
+    """The axis that blocks lie along: rows, unless a layout says otherwise."""
+    return 0 if layout is None else layout.axis
+
+
+def lines_first(weight: Tensor, axis: int) -> Tensor:
+    """A view of a weight whose first axis is that of its blocks; a stack's rows run through."""
+    return weight.mT if axis else weight.view(-1, weight.shape[-1])
+
+
 def matrices(weight: Tensor, layout: Layout | None) -> list[Tensor]:
     """The blocks of a weight, or the matrices of a stack, one by one."""
     return [block for batch in batches(weight, layout) for block in batch]

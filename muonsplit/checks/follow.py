@@ -40,7 +40,7 @@ def followed(
             if spoken(case, d, steps, start[d.name], stated, after):
                 continue
             raise UndecidedError(f"rounding alone may move {d.name} by {limit:.2g} of its way")
-        case.allow("momentum" if dtype == torch.float32 else f"momentum in {_name(dtype)}", limit)
+        case.allow("momentum" if dtype == torch.float32 else f"momentum in {name_of(dtype)}", limit)
         if not off <= limit:
             said = f"after {len(steps)} steps off by {off:.3g}, {limit:.3g} allowed"
             form = f"{arithmetic.momentum}, nesterov={arithmetic.nesterov}"
@@ -163,10 +163,11 @@ def _bound(case: Case, d: Decision, update: Tensor, dtype: torch.dtype, count: i
     # In each step the buffer is rounded twice, and the Nesterov step beside it once; what they
     # make of an otherwise exact update is that of one cast, and independent of it.
     arithmetic = case.dialect.arithmetic
-    cast = replace(arithmetic, cpu_dtype="float32", pre_cast=_name(dtype))
+    cast = replace(arithmetic, cpu_dtype="float32", pre_cast=name_of(dtype))
     one = max(rounding_bound(matrix, cast) for matrix in matrices(update, d.layout))
     return float((bound**2 + (2 * count + 1) * one**2) ** 0.5)
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """A dtype as a dialect names it."""
     return str(dtype).removeprefix("torch.")

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from muonsplit.checks.case import Case, batches, mapped
+from muonsplit.checks.case import Case, axis_of, batches, cast, lines_first, mapped
 from muonsplit.checks.compare import Judged, judged, wrong
 from muonsplit.checks.follow import decayed, followed
 from muonsplit.checks.registry import Finding, Findings, SkipError, UndecidedError, check
@@ -84,7 +84,7 @@ def zero(case: Case) -> Findings:
         drawn[d.name] = _without(drawn[d.name], emptied[d.name], d)
     after = case.probe(drawn)
     for d in case.weights:
-        axis = 0 if d.layout is None else d.layout.axis
+        axis = axis_of(d.layout)
         kept = decayed(case, d, [case.stated(d.name, case.base.settings[0])])
         start = case.start[d.name].double()
         moved = (after[d.name].double() - kept * start).abs() > _ULP * start.abs()
@@ -104,10 +104,7 @@ def zero(case: Case) -> Findings:
 
 def _without(gradient: Tensor, lines: list[int], d: Decision) -> Tensor:
     emptied = gradient.clone()
-    if d.layout is not None and d.layout.axis:
-        emptied[:, lines] = 0
-    else:
-        emptied.view(-1, gradient.shape[-1])[lines] = 0
+    lines_first(emptied, axis_of(d.layout))[lines] = 0
     return emptied
 
 
@@ -229,8 +226,8 @@ def dtype(case: Case) -> Findings:
     torch.optim.Muon 2.13 without Nesterov, which normalises the momentum buffer in place where the
     buffer is bfloat16 already.
     """
-    steps = [_halves(case.conditioned("dtype", i)) for i in range(3)]
-    start = _halves(case.start)
+    steps = [cast(case.conditioned("dtype", i), torch.bfloat16) for i in range(3)]
+    start = cast(case.start, torch.bfloat16)
     try:
         outcome = case.run(steps, start)
     except SubjectFaultError as fault:
@@ -238,7 +235,3 @@ def dtype(case: Case) -> Findings:
             raise
         raise SkipError(f"bfloat16 parameters are refused: {fault.message}") from None
     yield from followed(case, steps, start, outcome, torch.bfloat16)
-
-
-def _halves(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x.bfloat16() for name, x in tensors.items()}

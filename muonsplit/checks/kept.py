@@ -1,13 +1,13 @@
 """Is what an optimizer keeps between steps right, and does it survive what happens to a run?"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonsplit.checks.case import Case
-from muonsplit.checks.follow import decayed
+from muonsplit.checks.case import Case, axis_of, cast, lines_first
+from muonsplit.checks.follow import decayed, name_of
 from muonsplit.checks.registry import BLIND, Finding, Findings, SkipError, UndecidedError, check
 from muonsplit.checks.variants import unsplit
 from muonsplit.errors import SubjectFaultError
@@ -80,13 +80,14 @@ def nonfinite(case: Case) -> Findings:
         raise SkipError("all weights are coupled: see independence.weights")
     struck = next((d for d in case.weights if len(case.blocks(d)) > 1), case.weights[0])
     steps = [case.conditioned("nonfinite", i) for i in range(3)]
-    lines, axis = sorted(case.blocks(struck)[0]), 0 if struck.layout is None else struck.layout.axis
+    lines, axis = sorted(case.blocks(struck)[0]), axis_of(struck.layout)
     bad = {**steps[1], struck.name: steps[1][struck.name].clone()}
-    _lines(bad[struck.name], axis)[lines[-1], 0] = torch.inf
+    lines_first(bad[struck.name], axis)[lines[-1], 0] = torch.inf
     runs = [case.run(some).after for some in ([steps[0], bad, steps[2]], steps, steps[::2])]
     for d in case.weights:
         held = [
-            [_lines(after[d.name], axis if d is struck else 0) for after in run] for run in runs
+            [lines_first(after[d.name], axis if d is struck else 0) for after in run]
+            for run in runs
         ]
         hit = torch.zeros(len(held[0][0]), dtype=torch.bool)
         hit[lines if d is struck else []] = True
@@ -134,11 +135,6 @@ def _harm(runs: _Runs, hit: Tensor, slack: float) -> str:
     return "" if same(last, runs.skipped[1], hit) else "what is kept for it stays spoilt"
 
 
-def _lines(weight: Tensor, axis: int) -> Tensor:
-    """A view of a weight whose first axis is that of its blocks."""
-    return weight.mT if axis else weight.view(-1, weight.shape[-1])
-
-
 @check("state.resume", "a run that is saved and loaded goes on with the same bits")
 def resume(case: Case) -> Findings:
     """Two steps, then state and weights go into a fresh subject, which takes the third.
@@ -149,8 +145,8 @@ def resume(case: Case) -> Findings:
     """
     reported = set[str]()
     for dtype in (torch.float32, torch.bfloat16):
-        steps = [_cast(case.conditioned("resume", i), dtype) for i in range(3)]
-        start = _cast(case.start, dtype)
+        steps = [cast(case.conditioned("resume", i), dtype) for i in range(3)]
+        start = cast(case.start, dtype)
         try:
             once = case.run(steps, start).after[-1]
         except SubjectFaultError as fault:
@@ -162,13 +158,8 @@ def resume(case: Case) -> Findings:
             if d.name not in reported and not torch.equal(once[d.name], again[d.name]):
                 reported.add(d.name)
                 off = float((once[d.name] - again[d.name]).norm() / once[d.name].norm())
-                named = str(dtype).removeprefix("torch.")
-                said = f"in {named}, after it was saved and loaded it is elsewhere, by {off:.3g}"
+                said = f"after it was saved and loaded in {name_of(dtype)} it is off by {off:.3g}"
                 yield Finding(d.name, said, "the same bits", "others", {"off": off})
-
-
-def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: x.to(dtype) for name, x in tensors.items()}
 
 
 @check("state.split", "a state saved with the split off does not turn it off")

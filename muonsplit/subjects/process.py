@@ -64,6 +64,10 @@ class Worker:
         memory: GiB that the process may take beyond what it starts with.
     """
 
+    # Made anew with each process.
+    _tail: Tail
+    _folder: str
+
     def __init__(self, spec: str, timeout: float = 60.0, memory: float = 8.0) -> None:
         self.spec = spec
         self.timeout = timeout
@@ -72,8 +76,6 @@ class Worker:
         self._prepared: Config | None = None
         self._ended: int | None = None
         self._mark = uuid.uuid4().hex
-        self._tail = Tail()
-        self._tail.opened()
 
     def __enter__(self) -> "Worker":
         if self._process is None:
