@@ -1,6 +1,9 @@
 """Subjects that do harm: each ends in a finding, and nothing of it is left."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -8,7 +11,7 @@ import pytest
 
 from muonsplit.certificate.run import Question, certify
 from muonsplit.certificate.verdict import Verdict
-from muonsplit.subjects.limits import Tail
+from muonsplit.subjects.limits import MARK, Tail, end_all
 from muonsplit.subjects.process import Worker
 
 BAD = Path(__file__).parent / "subjects" / "bad.py"
@@ -51,6 +54,22 @@ def test_nothing_it_started_is_left(
     told = [int(line) for line in numbers.read_text().split()]
     assert told
     assert [process for process in told if alive(process)] == []
+
+
+def test_what_is_ended_is_gone_though_it_takes_time_to_die() -> None:
+    mark = "mark-of-a-test"
+    code = "b = bytearray(1 << 30); b[::4096] = b'1' * (1 << 18); print(flush=True); input()"
+    big = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, MARK: mark},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert big.stdout is not None
+    assert big.stdout.readline()
+    end_all(mark)
+    assert not alive(big.pid)
+    assert big.wait() == -signal.SIGKILL
 
 
 def test_a_gibibyte_of_output_is_not_kept() -> None:

@@ -7,9 +7,11 @@ what a careless subject leaves behind.
 import ctypes
 import os
 import resource
+import select
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,7 +23,8 @@ MEMORY = "MUONSPLIT_MEMORY"
 _PR_SET_PDEATHSIG = 1
 _KEPT = 8192
 _GIB = 1 << 30
-_ROUNDS = 20
+_ENDING_S = 5.0
+_EMPTY_ROUNDS = 2
 
 
 def enter() -> None:
@@ -41,16 +44,34 @@ def _used() -> int:
 
 
 def end_all(mark: str) -> None:
-    """Ends every process that carries a mark, whatever session or parent it has by now."""
+    """Ends every process that carries a mark, whatever session or parent it has by now.
+
+    Returns when they are gone, or after a few seconds where the system does not let one go.
+    """
     if sys.platform != "linux":
         return
-    for _ in range(_ROUNDS):  # what forks while it is looked for is found in the next round
+    until = time.monotonic() + _ENDING_S
+    empty = 0
+    # What forks while it is looked for is found in the next round; and what is just being
+    # replaced by another program has no environment for a moment: one empty round proves little.
+    while empty < _EMPTY_ROUNDS and time.monotonic() < until:
         found = _marked(f"{MARK}={mark}".encode())
-        if not found:
-            return
+        empty = 0 if found else empty + 1
         for process in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
+        _wait(found, until)
+
+
+def _wait(processes: list[int], until: float) -> None:
+    """Waits for processes to end: a signal is sent at once, but a process takes time to die."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            gone = os.pidfd_open(process)
+            try:
+                select.select([gone], [], [], max(0.0, until - time.monotonic()))
+            finally:
+                os.close(gone)
 
 
 def _marked(wanted: bytes) -> list[int]:

@@ -134,9 +134,9 @@ class Worker:
         process, self._process, self._prepared = self._process, None, None
         if process is None:
             return None
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
         end_all(self._mark)
+        with suppress(ProcessLookupError):  # what took the mark off itself
+            os.killpg(process.pid, signal.SIGKILL)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with suppress(BrokenPipeError):

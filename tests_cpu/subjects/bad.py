@@ -103,15 +103,18 @@ def _tell_number() -> None:
 
 def _sleeper(seconds: str) -> None:
     """A process of another session, whose parent is gone: no signal to the group reaches it."""
+    reading, writing = os.pipe()
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             _tell_number()
+            os.close(writing)
             time.sleep(float(seconds))
         os._exit(0)
     os.wait()
-    time.sleep(0.5)  # until it has said which process it is
+    os.close(writing)
+    os.read(reading, 1)  # the end of the pipe: it has said which process it is
 
 
 @_declared
