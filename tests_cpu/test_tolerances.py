@@ -17,7 +17,7 @@ from muonsplit.observe.fit import compare
 from muonsplit.observe.gradients import conditioned
 from muonsplit.observe.gram_noise import Order, _Pair
 from muonsplit.observe.noise import Roundings
-from muonsplit.observe.tolerance import rounding_bound, size_bound
+from muonsplit.observe.tolerance import bounds, rounding_bound
 
 # Wide, tall, square, and wider than a tile.
 SHAPES = [(16, 64), (64, 16), (32, 32), (48, 144)]
@@ -84,7 +84,7 @@ def measure(arithmetic: Arithmetic, spectrum: str, shape: tuple[int, int]) -> Me
         found.errors.append(float((computed - exact).norm() / exact.norm()))
         found.bounds.append(rounding_bound(block, arithmetic))
         found.sizes.append(abs(compare("", computed, exact).size - 1))
-        found.size_bounds.append(size_bound(block, arithmetic))
+        found.size_bounds.append(bounds([(block, arithmetic)])[0].size)
     return found
 
 

@@ -97,7 +97,7 @@ def identify(driver: Driver, model: str, seed: int, progress: Progress) -> Ident
     layouts = case.plan.layouts()
     remembering = _Remembering(driver, layouts)
     plan = replace(case.plan, decisions=decisions)
-    case = replace(case, driver=remembering, plan=plan, _bounds={})
+    case = replace(case, driver=remembering, plan=plan)
     known = _arithmetics()
     progress(model, "bits")
     exact = [names for one, names in known.items() if _bits(_asked(case, names, one))]
@@ -127,7 +127,7 @@ def _arithmetics() -> dict[Arithmetic, tuple[str, ...]]:
 
 def _asked(case: Case, names: tuple[str, ...], arithmetic: Arithmetic) -> Case:
     dialect = replace(DIALECTS[names[0]], arithmetic=arithmetic)
-    return replace(case, dialect=dialect, diverged={}, floor={}, _bounds={})
+    return replace(case, dialect=dialect, diverged={}, floor={})
 
 
 def _spoken(case: Case, names: tuple[str, ...]) -> Spoken:

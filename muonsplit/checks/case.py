@@ -3,19 +3,20 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonsplit.dialect import Dialect
+from muonsplit.dialect import Arithmetic, Dialect
 from muonsplit.geometry import Decision, Plan
 from muonsplit.layout import Layout
 from muonsplit.models.load import Config
 from muonsplit.muon import Direction, advance_momentum, directions
 from muonsplit.observe import gradients
 from muonsplit.observe.cut import Cut, differing_lines, scan, turned_lines
-from muonsplit.observe.tolerance import rounding_bound
+from muonsplit.observe.tolerance import bounds
 from muonsplit.recognition.judge import Judgement
 from muonsplit.subjects.drive import Outcome, Settings, Task
 from muonsplit.subjects.process import Driver
@@ -72,7 +73,6 @@ class Case:
     truths: Mapping[str, Judgement]
     diverged: dict[str, str] = field(default_factory=dict)
     floor: dict[str, float] = field(default_factory=dict)
-    _bounds: dict[str, float] = field(default_factory=dict)
 
     @property
     def weights(self) -> list[Decision]:
@@ -139,6 +139,7 @@ class Case:
         two parameters are apart in one of them.
         """
         base, changes = self.base.after[0], dict[str, float]()
+        limits = self.rounding()
         names = list(self.shapes)
         for half in separating(len(names)):
             other = {names[i]: _loud_rank_one(self.gradients[names[i]]) for i in half}
@@ -146,7 +147,7 @@ class Case:
             for d in self.plan.decisions:
                 update = self.update(d.name, base)
                 change = self.update(d.name, after) - update
-                if d.name not in other and change.norm() > 2 * self.bound(d) * update.norm():
+                if d.name not in other and change.norm() > 2 * limits[d.name] * update.norm():
                     changes[d.name] = float(change.norm() / update.norm())
         return changes
 
@@ -250,23 +251,30 @@ class Case:
         self.floor[kind] = max(limit, self.floor.get(kind, 0.0))
         return limit
 
-    def bound(self, decision: Decision, direction: Tensor | None = None) -> float:
-        """The largest relative error that rounding may cause in one block of a weight.
+    def rounding(self, drawn: Mapping[str, Tensor] | None = None) -> dict[str, float]:
+        """The largest relative error that rounding may cause in one block of each first update.
 
         Args:
-            decision: The weight.
-            direction: What is orthogonalised; by default that of :attr:`gradients`.
+            drawn: The step's gradients; by default :attr:`gradients`.
         """
-        if direction is None and decision.name in self._bounds:
-            return self._bounds[decision.name]
-        whole = self.direction(decision.name) if direction is None else direction
-        bound = max(
-            rounding_bound(matrix, self.dialect.arithmetic)
-            for matrix in matrices(whole, decision.layout)
-        )
-        if direction is None:
-            self._bounds[decision.name] = bound
-        return bound
+        found = self.plan.decisions
+        updates = [(d, self.direction(d.name, drawn)) for d in found]
+        limits = largest_bounds(updates, self.dialect.arithmetic)
+        return dict(zip((d.name for d in found), limits, strict=True))
+
+
+def largest_bounds(
+    updates: Sequence[tuple[Decision, Tensor]], arithmetic: Arithmetic
+) -> list[float]:
+    """The largest relative error that rounding may cause in one block of each update.
+
+    Args:
+        updates: Weights, and what is orthogonalised.
+        arithmetic: How.
+    """
+    blocks = [matrices(update, d.layout) for d, update in updates]
+    found = iter(bounds([(block, arithmetic) for each in blocks for block in each]))
+    return [max(bound.rounding for bound in islice(found, len(each))) for each in blocks]
 
 
 def separating(count: int) -> list[list[int]]:

@@ -1,5 +1,6 @@
 """Blocks of an observed update beside the exact ones: direction and size, with their bounds."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from muonsplit.dialect import Arithmetic
 from muonsplit.geometry import Decision
 from muonsplit.muon import orthogonalize
 from muonsplit.observe.fit import Fit, compare
-from muonsplit.observe.tolerance import rounding_bound, size_bound
+from muonsplit.observe.tolerance import Bounds, bounds
 
 # A block of numbers closer than this to the smallest that its dtype holds is not legible.
 _ABOVE_SUBNORMAL = 2.0**8
@@ -92,32 +93,31 @@ def judged(
         part: What of an update is compared.
         bounded_by: Gradients whose spectra the bounds are derived from, if not those drawn.
     """
-    for d in case.weights:
+    weights = case.weights
+    raws = [case.direction(d.name, bounded_by or drawn) for d in weights]
+    blocks = [matrices(raw, d.layout) for d, raw in zip(weights, raws, strict=True)]
+    limits = iter(_limits([b for each in blocks for b in each], case.dialect.arithmetic))
+    for d, each in zip(weights, blocks, strict=True):
         given = case.direction(d.name, drawn)
         exact = orthogonalize(given, d.layout, case.dialect.arithmetic.exact())
-        raw = given if bounded_by is None else case.direction(d.name, bounded_by)
-        parts = raw, part(d, case.update(d.name, after)), part(d, exact)
-        triples = zip(*(matrices(x, d.layout) for x in parts), strict=True)
-        blocks = [
-            _judge(d, number, block, seen, wanted, case.dialect.arithmetic)
-            for number, (block, seen, wanted) in enumerate(triples)
+        parts = (matrices(part(d, x), d.layout) for x in (case.update(d.name, after), exact))
+        found = [
+            Judged(d, number, raw.shape, compare("as planned", seen, wanted), *next(limits))
+            for number, (raw, seen, wanted) in enumerate(zip(each, *parts, strict=True))
         ]
-        if not all(b.legible for b in blocks):
+        if not all(b.legible for b in found):
             stated = [case.stated(d.name, case.base.settings[0])]
             if spoken(case, d, [drawn], case.start[d.name], stated, after[d.name]):
-                blocks = [b._replace(spoken=True) for b in blocks]
-        yield blocks
+                found = [b._replace(spoken=True) for b in found]
+        yield found
 
 
-def _judge(
-    d: Decision, number: int, raw: Tensor, seen: Tensor, wanted: Tensor, arithmetic: Arithmetic
-) -> Judged:
-    shape, found = (raw.shape[0], raw.shape[1]), compare("as planned", seen, wanted)
-    held = _normalised(raw, arithmetic)
-    limits = (float("inf"), float("inf"))
-    if held is not None:
-        limits = rounding_bound(raw, held), size_bound(raw, held)
-    return Judged(d, number, shape, found, *limits)
+def _limits(blocks: Sequence[Tensor], arithmetic: Arithmetic) -> list[Bounds]:
+    """What rounding may do to each block; anything where what it is made of is lost."""
+    held = [_normalised(block, arithmetic) for block in blocks]
+    asked = [(b, each) for b, each in zip(blocks, held, strict=True) if each is not None]
+    known = iter(bounds(asked))
+    return [Bounds(math.inf, math.inf) if each is None else next(known) for each in held]
 
 
 def _normalised(raw: Tensor, arithmetic: Arithmetic) -> Arithmetic | None:

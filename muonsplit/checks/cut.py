@@ -129,9 +129,9 @@ def copies(case: Case) -> Findings:
     drawn = case.conditioned("copies")
     for d in cut:
         drawn[d.name] = mapped(drawn[d.name], d.layout, lambda batch: batch[:1].expand_as(batch))
-    after = case.probe(drawn)
+    after, limits = case.probe(drawn), case.rounding(drawn)
     for d in cut:
-        allowed = 2 * case.bound(d, case.direction(d.name, drawn))
+        allowed = 2 * limits[d.name]
         for batch in batches(case.update(d.name, after), d.layout):
             off = (batch - batch[:1]).norm(dim=(1, 2)) / batch[0].norm()
             if float(off.max()) > allowed:

@@ -7,11 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonsplit.checks.case import Case, Stated, matrices
+from muonsplit.checks.case import Case, Stated, largest_bounds
 from muonsplit.checks.registry import BLIND, Finding, UndecidedError
 from muonsplit.geometry import Decision
 from muonsplit.muon import advance_momentum, apply_, directions
-from muonsplit.observe.tolerance import rounding_bound
 from muonsplit.subjects.drive import Outcome
 
 Tensors = Mapping[str, Tensor]
@@ -31,13 +30,15 @@ def followed(
         dtype: Dtype of the parameters.
     """
     arithmetic = case.dialect.arithmetic
-    for d in case.weights:
-        stated = [case.stated(d.name, settings) for settings in outcome.settings]
-        exact = recurrence(case, d, steps, start[d.name], stated, dtype)
+    stated = {
+        d.name: [case.stated(d.name, settings) for settings in outcome.settings]
+        for d in case.weights
+    }
+    for d, exact in recurrences(case, steps, start, stated, dtype):
         after = outcome.after[-1][d.name]
         off, limit = exact.compare(after)
         if limit > BLIND:
-            if spoken(case, d, steps, start[d.name], stated, after):
+            if spoken(case, d, steps, start[d.name], stated[d.name], after):
                 continue
             raise UndecidedError(f"rounding alone may move {d.name} by {limit:.2g} of its way")
         case.allow("momentum" if dtype == torch.float32 else f"momentum in {name_of(dtype)}", limit)
@@ -67,41 +68,48 @@ class Exact(NamedTuple):
         return float((seen.double() - self.after).norm()) / moved, self.slack / moved
 
 
-def recurrence(
+def recurrences(
     case: Case,
-    d: Decision,
     steps: Steps,
-    start: Tensor,
-    stated: Sequence[Stated],
+    start: Tensors,
+    stated: Mapping[str, Sequence[Stated]],
     dtype: torch.dtype = torch.float32,
-) -> Exact:
-    """Decay, momentum and update of a weight over several steps, in float64.
+) -> Iterator[tuple[Decision, Exact]]:
+    """Decay, momentum and update of each weight over several steps, in float64.
 
     Args:
         case: Says what is expected.
-        d: The weight.
         steps: The gradients of each step.
-        start: Where the weight began.
-        stated: Its hyperparameters in each step.
+        start: Where the weights began.
+        stated: Hyperparameters of each weight in each step.
         dtype: Dtype of parameter, gradient and buffer, which they are rounded to.
 
     Raises:
-        UndecidedError: If the learning rate is not known.
+        UndecidedError: If the learning rate of the next weight is not known.
     """
-    if not all(each.known for each in stated):
-        raise UndecidedError(f"the learning rate of {d.name} is neither given nor stated")
-    arithmetic, exact = case.dialect.arithmetic, case.dialect.arithmetic.exact()
-    p = start.double().clone()
-    buffer, slack = torch.zeros_like(p), 0.0
-    for count, (step, each) in enumerate(zip(steps, stated, strict=True), 1):
-        gradient = step[d.name].double()
-        update = advance_momentum(gradient, buffer, arithmetic, each.momentum, count)
-        bound = _bound(case, d, update, dtype, count)
-        wanted = directions([update], [d.layout], exact)[0]
-        apply_(p, wanted, exact, each.lr, each.weight_decay)
-        slack += each.lr * bound * float(wanted.scaled.norm())
-        slack += torch.finfo(dtype).eps * float(p.norm())
-    return Exact(start.double(), p, slack)
+    exact, weights = case.dialect.arithmetic.exact(), case.weights
+    updates = [_updates(case, d, steps, stated[d.name]) for d in weights]
+    limits = iter(_limits(case, list(zip(weights, updates, strict=True)), dtype))
+    for d, each in zip(weights, updates, strict=True):
+        if not all(at.known for at in stated[d.name]):
+            raise UndecidedError(f"the learning rate of {d.name} is neither given nor stated")
+        before = start[d.name].double()
+        p, slack = before.clone(), 0.0
+        wanteds = directions(each, [d.layout] * len(each), exact)
+        for at, wanted in zip(stated[d.name], wanteds, strict=True):
+            apply_(p, wanted, exact, at.lr, at.weight_decay)
+            slack += at.lr * next(limits) * float(wanted.scaled.norm())
+            slack += torch.finfo(dtype).eps * float(p.norm())
+        yield d, Exact(before, p, slack)
+
+
+def _updates(case: Case, d: Decision, steps: Steps, stated: Sequence[Stated]) -> list[Tensor]:
+    """What each step orthogonalises of a weight; float64."""
+    arithmetic, buffer = case.dialect.arithmetic, torch.zeros(d.shape, dtype=torch.float64)
+    return [
+        advance_momentum(step[d.name].double(), buffer, arithmetic, each.momentum, count).clone()
+        for count, (step, each) in enumerate(zip(steps, stated, strict=True), 1)
+    ]
 
 
 def decayed(case: Case, d: Decision, stated: Sequence[Stated]) -> Tensor:
@@ -155,17 +163,24 @@ def spoken(
     return False
 
 
-def _bound(case: Case, d: Decision, update: Tensor, dtype: torch.dtype, count: int) -> float:
-    """The largest error of an update's direction, with what the dtype of its buffer adds."""
-    bound = case.bound(d, update)
+def _limits(
+    case: Case, weights: Sequence[tuple[Decision, Sequence[Tensor]]], dtype: torch.dtype
+) -> list[float]:
+    """The largest error of each update's direction, with what the dtype of its buffer adds."""
+    updates = [(d, update) for d, each in weights for update in each]
+    arithmetic = case.dialect.arithmetic
+    limits = largest_bounds(updates, arithmetic)
     if dtype == torch.float32:
-        return bound
+        return limits
     # In each step the buffer is rounded twice, and the Nesterov step beside it once; what they
     # make of an otherwise exact update is that of one cast, and independent of it.
-    arithmetic = case.dialect.arithmetic
     cast = replace(arithmetic, cpu_dtype="float32", pre_cast=name_of(dtype))
-    one = max(rounding_bound(matrix, cast) for matrix in matrices(update, d.layout))
-    return float((bound**2 + (2 * count + 1) * one**2) ** 0.5)
+    casts = largest_bounds(updates, cast)
+    counts = [count for _, each in weights for count in range(1, len(each) + 1)]
+    return [
+        (limit**2 + (2 * count + 1) * one**2) ** 0.5
+        for limit, one, count in zip(limits, casts, counts, strict=True)
+    ]
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonsplit.checks.case import Case, axis_of, cast, lines_first
+from muonsplit.checks.case import Case, axis_of, cast, largest_bounds, lines_first
 from muonsplit.checks.follow import decayed, name_of
 from muonsplit.checks.registry import BLIND, Finding, Findings, SkipError, UndecidedError, check
 from muonsplit.checks.variants import unsplit
@@ -84,6 +84,7 @@ def nonfinite(case: Case) -> Findings:
     bad = {**steps[1], struck.name: steps[1][struck.name].clone()}
     lines_first(bad[struck.name], axis)[lines[-1], 0] = torch.inf
     runs = [case.run(some).after for some in ([steps[0], bad, steps[2]], steps, steps[::2])]
+    limits = case.rounding(steps[1])
     for d in case.weights:
         held = [
             [lines_first(after[d.name], axis if d is struck else 0) for after in run]
@@ -91,7 +92,7 @@ def nonfinite(case: Case) -> Findings:
         ]
         hit = torch.zeros(len(held[0][0]), dtype=torch.bool)
         hit[lines if d is struck else []] = True
-        slack = 2 * case.bound(d, case.direction(d.name, steps[1]))
+        slack = 2 * limits[d.name]
         said = _harm(_Runs(*held), hit, slack)
         if said:
             planned = "as if it were finite, or skipped, or not finite itself"
@@ -186,7 +187,7 @@ def split(case: Case) -> Findings:
         seen = decayed(case, d, [case.stated(d.name, outcome.settings[-1])]) * once - twice
         fits = fit(seen, ahead, hypotheses(d.layout, d.shape[0]), case.dialect.arithmetic)
         planned = next(found for found in fits if found.hypothesis == "as planned")
-        limit = case.bound(d, ahead)
+        limit = largest_bounds([(d, ahead)], case.dialect.arithmetic)[0]
         judged += limit <= BLIND or fits[0] is planned
         if limit <= BLIND and not planned.residual <= limit:
             said = f"after loading a state saved unsplit it is cut otherwise: {fits[0]}"

@@ -119,6 +119,7 @@ def muon(case: Case) -> Findings:
     # Only what Muon trains: how AdamW's gradients enter a common clipping is not asked here.
     larger = {d.name: case.gradients[d.name] * _LOUDER for d in case.plan.decisions}
     louder = case.probe({**case.gradients, **larger})
+    limits = case.rounding()
     for d in case.weights:
         update, again = case.update(d.name, base), case.update(d.name, louder)
         if not update.any():
@@ -130,7 +131,7 @@ def muon(case: Case) -> Findings:
             yield Finding(d.name, said, "trained by Muon", str(case.rows[d.name]))
             continue
         change = float((again - update).norm() / update.norm())
-        if change > 2 * case.bound(d):
+        if change > 2 * limits[d.name]:
             said = "grows with the gradient: what is added is not orthogonalised"
             yield Finding(
                 d.name, said, "scale-invariant", f"changes by {change:.3g}", {"change": change}

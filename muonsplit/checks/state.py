@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from muonsplit.checks.case import Case, Stated
-from muonsplit.checks.follow import decayed, followed, recurrence, spoken
+from muonsplit.checks.follow import decayed, followed, recurrences, spoken
 from muonsplit.checks.registry import BLIND, Finding, Findings, UndecidedError, check
 from muonsplit.geometry import Decision
 from muonsplit.observe import gradients
@@ -35,7 +35,7 @@ def decay(case: Case) -> Findings:
 
     Between the two runs the updates cancel: what is left shrinks by 1 − rate·decay a step, exactly,
     the rate being the learning rate or, where the dialect says so, the adjusted one.
-    One run must also follow the recurrence, so that nothing else changes when decay is on. Fails
+    One run must also follow the recurrences, so that nothing else changes when decay is on. Fails
     for decay folded into the gradient, applied after the update, twice or once only, from an
     adjusted learning rate, and for an option that turns something else off.
     """
@@ -43,9 +43,12 @@ def decay(case: Case) -> Findings:
     starts = [gradients.draw(case.shapes, case.seed, "decay", i, size=_START) for i in range(2)]
     decaying = replace(case.hyper, weight_decay=_DECAY)
     runs = [case.run(steps, start, decaying) for start in starts]
-    for d in case.weights:
-        stated = [case.stated(d.name, settings, _DECAY) for settings in runs[0].settings]
-        kept = decayed(case, d, stated)
+    stated = {
+        d.name: [case.stated(d.name, settings, _DECAY) for settings in runs[0].settings]
+        for d in case.weights
+    }
+    for d, exact in recurrences(case, steps, starts[0], stated):
+        kept = decayed(case, d, stated[d.name])
         before, after = (
             (pair[1][d.name].double() - pair[0][d.name].double())
             for pair in (starts, [run.after[-1] for run in runs])
@@ -56,7 +59,7 @@ def decay(case: Case) -> Findings:
             for run, s in zip(runs, starts, strict=True)
         )
         limit = _STEPS * torch.finfo(torch.float32).eps * sum(sizes) / float(before.norm())
-        limit += 2 * _folded(case, d, stated) / float(before.norm())
+        limit += 2 * _folded(case, d, stated[d.name]) / float(before.norm())
         off = float((after - kept * before).norm() / before.norm())
         case.allow("decay", limit)
         if not off <= limit:
@@ -67,11 +70,10 @@ def decay(case: Case) -> Findings:
             numbers = {"factor": factor, "off": off, "allowed": limit}
             yield Finding(d.name, said, f"{wanted:.8g}", f"{factor:.8g}", numbers)
             continue
-        exact = recurrence(case, d, steps, starts[0][d.name], stated)
         end = runs[0].after[-1][d.name]
         off, limit = exact.compare(end)
         if limit > BLIND:
-            if spoken(case, d, steps, starts[0][d.name], stated, end):
+            if spoken(case, d, steps, starts[0][d.name], stated[d.name], end):
                 continue
             raise UndecidedError(f"rounding alone may move {d.name} by {limit:.2g} of its way")
         if not off <= limit:

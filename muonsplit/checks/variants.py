@@ -57,9 +57,7 @@ def _on(case: Case, weights: Weights) -> Case:
     shapes = {d.name: d.shape for d in (beside, *decisions)}
     config = {"model_type": BARE, "weights": {name: list(shape) for name, shape in shapes.items()}}
     plan = Plan(case.dialect.name, decisions, (beside,))
-    return replace(
-        case, config=config, shapes=shapes, plan=plan, full=plan, truths={}, diverged={}, _bounds={}
-    )
+    return replace(case, config=config, shapes=shapes, plan=plan, full=plan, truths={}, diverged={})
 
 
 def _decision(
@@ -80,4 +78,4 @@ def unsplit(case: Case) -> Case:
     if case.described["recognises"] and not case.described["off"]:
         raise SkipError("the subject declares no option that turns the split off")
     whole = tuple(replace(d, layout=None) for d in case.plan.decisions)
-    return replace(case, plan=replace(case.plan, decisions=whole), _bounds={})
+    return replace(case, plan=replace(case.plan, decisions=whole))

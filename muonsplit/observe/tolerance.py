@@ -19,7 +19,7 @@ docs/tolerances.md has every budget of the package in one table, with what was m
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -38,69 +38,101 @@ _DEPENDENT = 2.0
 _DIGITS = 2.0**17
 
 
-def rounding_bound(block: Tensor, arithmetic: Arithmetic) -> float:
-    """The relative Frobenius error that rounding may cause in one block's update.
+class Bounds(NamedTuple):
+    """What rounding may do to one block's update.
 
-    Args:
-        block: What is orthogonalised, shape ``[rows, cols]``.
-        arithmetic: Its CPU dtype sets the roundoff, its coefficients the gains.
-
-    Returns:
-        ‖computed − exact‖ / ‖exact‖ that one block in 10⁹ exceeds.
+    Attributes:
+        rounding: ‖computed − exact‖ / ‖exact‖ that one block in 10⁹ exceeds.
+        size: Likewise the error in the size of the update, ⟨U, O⟩ / ⟨O, O⟩. A size is one
+            projection of all the noise, on the update itself, which has only its singular values in
+            that basis; it is far sharper. What noise does to the second order, by the curvature
+            of F, has one sign and is about the square of ``rounding``.
     """
-    return _bounds(*_spectrum(block), arithmetic).rounding
 
-
-def size_bound(block: Tensor, arithmetic: Arithmetic) -> float:
-    """The error that rounding may cause in the size of one block's update, ⟨U, O⟩ / ⟨O, O⟩.
-
-    A size is one projection of all the noise, on the update itself, which has only its singular
-    values in that basis; it is far sharper than :func:`rounding_bound`. What noise does to the
-    second order, by the curvature of F, has one sign and is about its square.
-
-    Args:
-        block: As for :func:`rounding_bound`.
-        arithmetic: Likewise.
-    """
-    return _bounds(*_spectrum(block), arithmetic).size
-
-
-class _Bounds(NamedTuple):
     rounding: float
     size: float
 
 
-def _spectrum(block: Tensor) -> tuple[tuple[float, ...], tuple[int, int]]:
-    """Normalised singular values to five digits, so that equal spectra are equal, and the shape."""
+class _Asked(NamedTuple):
+    """What bounds depend on: equal ones are derived once.
+
+    Attributes:
+        shape: Rows and columns.
+        arithmetic: With a norm factor of one.
+        values: Normalised singular values to five digits, so that equal spectra are equal.
+    """
+
+    shape: tuple[int, int]
+    arithmetic: Arithmetic
+    values: tuple[float, ...]
+
+
+# Derived already; the oldest are forgotten.
+_known: dict[_Asked, Bounds] = {}
+_MOST_KNOWN = 1 << 14
+
+
+def bounds(asked: Sequence[tuple[Tensor, Arithmetic]]) -> list[Bounds]:
+    """The bounds of many blocks, derived together: one takes nearly as long as a hundred.
+
+    Args:
+        asked: What is orthogonalised, each of shape ``[rows, cols]``, and by which arithmetic: its
+            CPU dtype sets the roundoff, its coefficients the gains.
+    """
+    spectra = [_spectrum(*each) for each in asked]
+    alike = dict[tuple[tuple[int, int], Arithmetic], list[_Asked]]()
+    for each in dict.fromkeys(spectra):
+        if each not in _known:
+            alike.setdefault((each.shape, each.arithmetic), []).append(each)
+    for group in alike.values():
+        _known.update(zip(group, _derived(group), strict=True))
+    answer = [_known[each] for each in spectra]
+    for oldest in list(_known)[: max(0, len(_known) - _MOST_KNOWN)]:
+        del _known[oldest]
+    return answer
+
+
+def rounding_bound(block: Tensor, arithmetic: Arithmetic) -> float:
+    """The relative Frobenius error that rounding may cause in one block: see :class:`Bounds`."""
+    return bounds([(block, arithmetic)])[0].rounding
+
+
+def _spectrum(block: Tensor, arithmetic: Arithmetic) -> _Asked:
     S = torch.linalg.svdvals(block.double())
     mantissas, exponents = torch.frexp(S / S.square().sum().sqrt().clamp(min=1e-300))
     rounded = torch.ldexp((mantissas * _DIGITS).round() / _DIGITS, exponents)
-    return tuple(rounded.tolist()), (block.shape[0], block.shape[1])
+    values = rounded / arithmetic.norm_factor
+    shape = block.shape[0], block.shape[1]
+    return _Asked(shape, replace(arithmetic, norm_factor=1.0), tuple(values.tolist()))
 
 
-@lru_cache(maxsize=4096)
-def _bounds(S: tuple[float, ...], shape: tuple[int, int], arithmetic: Arithmetic) -> _Bounds:
-    values = torch.tensor(S, dtype=torch.float64) / arithmetic.norm_factor
-    noises = _noises(values, shape, arithmetic)
-    distances = [_distance(noise) for noise in noises]
-    sizes = [_projection(n) + d**2 for n, d in zip(noises, distances, strict=True)]
-    return _Bounds(max(distances), max(sizes))
+def _derived(alike: Sequence[_Asked]) -> list[Bounds]:
+    shape, arithmetic, _ = alike[0]
+
+    def derive(values: Tensor) -> tuple[Tensor, Tensor]:
+        noises = _noises(values, shape, arithmetic)
+        distances = [_distance(noise) for noise in noises]
+        sizes = [_projection(n) + d**2 for n, d in zip(noises, distances, strict=True)]
+        return torch.stack(distances).amax(), torch.stack(sizes).amax()
+
+    both = torch.vmap(derive)(torch.tensor([each.values for each in alike], dtype=torch.float64))
+    return [Bounds(*pair) for pair in zip(*(x.tolist() for x in both), strict=True)]
 
 
-def _distance(noise: Noise) -> float:
+def _distance(noise: Noise) -> Tensor:
     shared = noise.shared.square().sum(1)
     total = noise.inside.sum() + noise.copies * noise.outside.sum() + shared.sum()
     squares = energy(noise.inside) + noise.copies * energy(noise.outside) + energy(shared)
     largest = torch.cat((noise.inside.flatten(), noise.outside, shared)).max()
     tail = total + 2 * (TAIL * squares).sqrt() + 2 * TAIL * largest
-    return float(((_DEPENDENT * tail).sqrt() + noise.common.norm()) / _size(noise))
+    return ((_DEPENDENT * tail).sqrt() + noise.common.norm()) / _size(noise)
 
 
-def _projection(noise: Noise) -> float:
+def _projection(noise: Noise) -> Tensor:
     shares = noise.result / _size(noise)
     variance = noise.inside.diagonal().dot(shares.square()) + energy(noise.shared @ shares)
     random = (_DEPENDENT * 2 * TAIL * variance).sqrt()
-    return float((random + noise.common.dot(shares.abs())) / _size(noise))
+    return (random + noise.common.dot(shares.abs())) / _size(noise)
 
 
 def _size(noise: Noise) -> Tensor:
