@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +155,10 @@ def complete(config: Config) -> Config:
 
 
 def ready() -> None:
-    """Imports what building a model takes, where there is time for it."""
+    """Imports what building any model takes, where there is time for it."""
     with suppress(ImportError):
-        import transformers.models.auto.modeling_auto  # noqa: F401 # pyright: ignore[reportUnusedImport]
+        for name in ("models.auto.modeling_auto", "modeling_layers", "masking_utils"):
+            import_module(f"transformers.{name}")
 
 
 def mappings() -> dict[str, list[str]]:
