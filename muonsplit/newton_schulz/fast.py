@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muonsplit.dialect import Arithmetic
 from muonsplit.dialect.coefficients import Coefficients, schedule
-from muonsplit.newton_schulz.gram import segments
+from muonsplit.newton_schulz.gram import gram_pays, segments
 from muonsplit.newton_schulz.normalize import denominator, power_of_two
 
 # Measured on two kinds of CPU: what the second and a share of the third cache hold.
@@ -35,12 +35,6 @@ def may_share(X: Tensor) -> bool:
         return True
     short, long = sorted(X.shape[-2:])
     return torch.get_num_threads() == 1 and short * short % 16 == 0 and short * long % 16 == 0
-
-
-def gram_pays(rows: int, cols: int) -> bool:
-    """Whether the Gram iteration with one restart takes fewer operations than the standard one."""
-    short, long = sorted((rows, cols))
-    return 2 * long > 3 * short
 
 
 def orthogonalize_into(

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from muonsplit.dialect import Arithmetic
 from muonsplit.dialect.coefficients import Coefficients
 from muonsplit.newton_schulz.products import PRODUCTS, Products, gram_matrix, plus_diagonal
 from muonsplit.newton_schulz.rounding import Rounding
@@ -20,6 +21,22 @@ def segments(
     """The steps between two restarts."""
     starts = sorted({0, *(r for r in restarts if 0 < r < len(steps)), len(steps)})
     return [steps[a:b] for a, b in pairwise(starts)]
+
+
+def gram_pays(rows: int, cols: int) -> bool:
+    """Whether the Gram iteration with one restart takes fewer operations than the standard one."""
+    short, long = sorted((rows, cols))
+    return 2 * long > 3 * short
+
+
+def on_gram(rows: int, cols: int, arithmetic: Arithmetic) -> bool:
+    """Whether blocks of a shape are iterated on their Gram matrices."""
+    return {
+        "standard": False,
+        "gram": rows != cols,
+        "gram_always": True,
+        "auto": gram_pays(rows, cols),
+    }[arithmetic.iteration]
 
 
 def gram(

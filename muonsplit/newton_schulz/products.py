@@ -58,7 +58,7 @@ PRODUCTS = {
     "paren_gram": Products(_paren_square, _addmm_add, True, frozenset({"right"})),
 }
 # The forms of a standard step that are named otherwise in a Gram iteration.
-_STANDARD = {"paren_gram": "paren", "addmm_diagonal": "addmm"}
+STANDARD = {"paren_gram": "paren", "addmm_diagonal": "addmm"}
 
 
 def plus_diagonal(A: Tensor, a: float, q: Rounding) -> Tensor:
@@ -80,6 +80,6 @@ def step(X: Tensor, coefficients: Coefficients, right: bool, form: str, q: Round
     if form == "factored":
         B = plus_diagonal(q(q(plus_diagonal(q(c * A), b, q)) @ A), a, q)
         return q(X @ B if right else B @ X)
-    products = PRODUCTS[_STANDARD.get(form, form)]
+    products = PRODUCTS[STANDARD.get(form, form)]
     B = products.square(A, b, c, q)
     return products.add(X, a, *((X, B) if right else (B, X)), q)

@@ -7,8 +7,8 @@ from muonsplit.dialect import Arithmetic
 from muonsplit.dialect.coefficients import schedule
 from muonsplit.errors import InputError
 from muonsplit.newton_schulz import refuse
-from muonsplit.newton_schulz.fast import gram_pays, may_share, orthogonalize_into
-from muonsplit.newton_schulz.gram import gram
+from muonsplit.newton_schulz.fast import may_share, orthogonalize_into
+from muonsplit.newton_schulz.gram import gram, on_gram
 from muonsplit.newton_schulz.normalize import normalize
 from muonsplit.newton_schulz.products import step
 from muonsplit.newton_schulz.rounding import entered, result_dtype, rounding
@@ -60,7 +60,7 @@ def _iterate(X: Tensor, arithmetic: Arithmetic) -> Tensor:
     q = rounding(dtype, X, arithmetic)
     if arithmetic.tall == "transpose_copy":
         X = X.contiguous()
-    if steps and _on_gram(X, arithmetic):
+    if steps and on_gram(*X.shape[-2:], arithmetic):
         left = "flipped" if flipped and arithmetic.tall == "transpose" else "left"
         side = "right" if right else left
         X = gram(X, steps, arithmetic.restarts, arithmetic.form, side, q)
@@ -70,17 +70,6 @@ def _iterate(X: Tensor, arithmetic: Arithmetic) -> Tensor:
     if result_dtype(X, arithmetic) is not dtype:
         X = entered(X, result_dtype(X, arithmetic), arithmetic)
     return X.mT if flipped else X
-
-
-def _on_gram(X: Tensor, arithmetic: Arithmetic) -> bool:
-    """Whether blocks of a shape are iterated on their Gram matrices."""
-    short, long = sorted(X.shape[-2:])
-    return {
-        "standard": False,
-        "gram": long > short,
-        "gram_always": True,
-        "auto": gram_pays(short, long),
-    }[arithmetic.iteration]
 
 
 def _normalized(X: Tensor, flipped: bool, dtype: torch.dtype, arithmetic: Arithmetic) -> Tensor:

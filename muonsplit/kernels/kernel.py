@@ -1,0 +1,255 @@
+"""The kernel: one program a block, which runs a list of operations on it.
+
+Promised: a block's result depends on its own bits, its shape, the dtype and the binary, and on
+nothing else. One program touches one block at a time, in scratch that is its own; tiles come from a
+table; every element is summed by one program in ascending order; there are no atomics. The number
+of blocks only says how often the outermost loop runs.
+
+Rounding points are those of the operations (:mod:`muonsplit.kernels.program`). Products are summed
+in float32, from operands that are rounded; float32 operands are multiplied as they are (``ieee``).
+
+In the interpreter bfloat16 has two faults, which ``INTERPRETED`` avoids: ``dot`` multiplies bit
+patterns, and a cast truncates.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+# An operation is as many integers and as many floats in the tables.
+OP_INTEGERS: tl.constexpr = tl.constexpr(6)
+OP_FLOATS: tl.constexpr = tl.constexpr(3)
+
+# What a program holds of a block, in the order of the kernel's arguments.
+_GRAM: tl.constexpr = tl.constexpr(0)
+_ELEMENT: tl.constexpr = tl.constexpr(1)
+_PRODUCT: tl.constexpr = tl.constexpr(2)
+
+Pointer = Any
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """x, float32, rounded to the nearest number of a dtype; float32."""
+    if DTYPE == tl.float32:
+        return x
+    elif DTYPE == tl.bfloat16 and INTERPRETED:
+        bits = x.to(tl.uint32, bitcast=True)
+        even = bits + 0x7FFF + ((bits >> 16) & 1)
+        return tl.where(x == x, (even & 0xFFFF0000).to(tl.float32, bitcast=True), x)
+    else:
+        return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _dot(left, right, acc, INTERPRETED: tl.constexpr):
+    if INTERPRETED:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, acc, input_precision="ieee")
+
+
+@triton.jit
+def _divisor(
+    X, factor, epsilon,
+    D: tl.constexpr, N: tl.constexpr, LD: tl.constexpr, ND: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+    NORM: tl.constexpr, CLAMP: tl.constexpr, INTERPRETED: tl.constexpr,
+):
+    """What a block is divided by: its norm, ε and factor; one for a zero block."""
+    rows, cols = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
+    squares = tl.zeros((BM, BN), dtype=tl.float32)
+    for m in range(0, D, BM):
+        for n in range(0, N, BN):
+            inside = (m + rows < D) & (n + cols < N)
+            x = tl.load(X + (m + rows) * LD + (n + cols) * ND, mask=inside, other=0.0)
+            x = _rounded(x.to(tl.float32), NORM, INTERPRETED)
+            squares += x * x
+    norm = _rounded(tl.sqrt_rn(tl.sum(squares)), NORM, INTERPRETED)
+    norm = _rounded(norm * factor, NORM, INTERPRETED)
+    if CLAMP:
+        norm = _rounded(tl.where(norm < epsilon, epsilon, norm), NORM, INTERPRETED)
+    else:
+        norm = _rounded(norm + epsilon, NORM, INTERPRETED)
+    return tl.where(norm == 0.0, 1.0, norm)
+
+
+@triton.jit
+def _enter(
+    X, Y, divisor,
+    D: tl.constexpr, N: tl.constexpr, LD: tl.constexpr, ND: tl.constexpr,
+    S: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    DTYPE: tl.constexpr, NORM: tl.constexpr, INTERPRETED: tl.constexpr,
+):
+    """A panel: the block over its norm, with zeros around it."""
+    rows, cols = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
+    for m in range(0, S, BM):
+        for n in range(0, P, BN):
+            inside = (m + rows < D) & (n + cols < N)
+            x = tl.load(X + (m + rows) * LD + (n + cols) * ND, mask=inside, other=0.0)
+            x = _rounded(x.to(tl.float32), NORM, INTERPRETED)
+            x = _rounded(tl.div_rn(x, divisor + tl.zeros_like(x)), NORM, INTERPRETED)
+            tl.store(Y + (m + rows) * P + n + cols, _rounded(x, DTYPE, INTERPRETED).to(DTYPE))
+
+
+@triton.jit
+def _gram(
+    Y, A,
+    D: tl.constexpr, N: tl.constexpr, S: tl.constexpr, P: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DTYPE: tl.constexpr, INTERPRETED: tl.constexpr,
+):
+    """A = q(Y Yᵀ)."""
+    rows, cols, inner = tl.arange(0, BM)[:, None], tl.arange(0, BN), tl.arange(0, BK)[None, :]
+    for m in range(0, D, BM):
+        for n in range(0, D, BN):
+            acc = tl.zeros((BM, BN), dtype=tl.float32)
+            for k in range(0, N, BK):
+                left = tl.load(Y + (m + rows) * P + k + inner)
+                at = Y + (n + cols[:, None]) * P + k + inner
+                if D % BN == 0:
+                    right = tl.load(at)
+                else:
+                    # Where a tile is wider than high, these rows may never have been written.
+                    right = tl.load(at, mask=n + cols[:, None] < D, other=0.0)
+                acc = _dot(left, tl.trans(right), acc, INTERPRETED)
+            at = A + (m + rows) * S + n + cols[None, :]
+            tl.store(at, _rounded(acc, DTYPE, INTERPRETED).to(DTYPE))
+
+
+@triton.jit
+def _element(
+    A, B, alpha, diagonal,
+    D: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    DTYPE: tl.constexpr, INTERPRETED: tl.constexpr,
+):
+    """B = q(q(αA) + δI)."""
+    rows, cols = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
+    for m in range(0, D, BM):
+        for n in range(0, D, BN):
+            at = (m + rows) * S + n + cols
+            x = _rounded(tl.load(A + at).to(tl.float32) * alpha, DTYPE, INTERPRETED)
+            on = (m + rows == n + cols) & (m + rows < D)
+            x = _rounded(tl.where(on, x + diagonal, x), DTYPE, INTERPRETED)
+            tl.store(B + at, x.to(DTYPE))
+
+
+@triton.jit
+def _sum(C, at, acc, apart, alpha, beta, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """βC + α·acc, rounded once or in parts; C is not read where β is zero."""
+    c = tl.load(C + at, mask=tl.zeros_like(acc) + beta != 0.0, other=0.0).to(tl.float32)
+    if apart:
+        product = _rounded(acc, DTYPE, INTERPRETED)
+        product = _rounded(alpha * product, DTYPE, INTERPRETED)
+        added = _rounded(beta * c, DTYPE, INTERPRETED)
+        result = added + product
+    else:
+        result = beta * c + alpha * acc
+    return _rounded(result, DTYPE, INTERPRETED)
+
+
+@triton.jit
+def _product(
+    L, R, C, OUT, apart, alpha, beta,
+    D: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DTYPE: tl.constexpr, INTERPRETED: tl.constexpr,
+):
+    """OUT = βC + αLR, all d × d."""
+    rows, cols = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
+    inner = tl.arange(0, BK)
+    for m in range(0, D, BM):
+        for n in range(0, D, BN):
+            acc = tl.zeros((BM, BN), dtype=tl.float32)
+            for k in range(0, D, BK):
+                left = tl.load(L + (m + rows) * S + k + inner[None, :])
+                right = tl.load(R + (k + inner[:, None]) * S + n + cols)
+                acc = _dot(left, right, acc, INTERPRETED)
+            at = (m + rows) * S + n + cols
+            x = _sum(C, at, acc, apart, alpha, beta, DTYPE, INTERPRETED)
+            tl.store(OUT + at, x.to(DTYPE))
+
+
+@triton.jit
+def _apply(
+    Q, Y, NEXT, OUT, last, apart, beta, scale,
+    D: tl.constexpr, N: tl.constexpr, LD: tl.constexpr, ND: tl.constexpr,
+    S: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DTYPE: tl.constexpr, RESULT: tl.constexpr, INTERPRETED: tl.constexpr,
+):
+    """NEXT = βY + QY; the last one is scaled, and written where the result goes."""
+    rows, cols = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
+    inner = tl.arange(0, BK)
+    for n in range(0, N, BN):
+        for m in range(0, D, BM):
+            acc = tl.zeros((BM, BN), dtype=tl.float32)
+            for k in range(0, D, BK):
+                left = tl.load(Q + (m + rows) * S + k + inner[None, :])
+                right = tl.load(Y + (k + inner[:, None]) * P + n + cols)
+                acc = _dot(left, right, acc, INTERPRETED)
+            at = (m + rows) * P + n + cols
+            x = _sum(Y, at, acc, apart, 1.0, beta, DTYPE, INTERPRETED)
+            if last:
+                x = _rounded(x, RESULT, INTERPRETED)
+                x = _rounded(x * scale, RESULT, INTERPRETED)
+                inside = (m + rows < D) & (n + cols < N)
+                tl.store(OUT + (m + rows) * LD + (n + cols) * ND, x.to(RESULT), mask=inside)
+            else:
+                tl.store(NEXT + at, x.to(DTYPE))
+
+
+@triton.jit(do_not_specialize=["blocks", "ops"])
+def newton_schulz_kernel(
+    X, OUT, MATRICES, PANELS, INTEGERS, FLOATS,
+    blocks, ops, factor, epsilon, scale,
+    D: tl.constexpr, N: tl.constexpr, TALL: tl.constexpr,
+    S: tl.constexpr, P: tl.constexpr, SLOTS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DTYPE: tl.constexpr, NORM: tl.constexpr, CLAMP: tl.constexpr, RESULT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Runs the operations on every block that falls to this program.
+
+    X, OUT: ``[blocks, rows, columns]``, contiguous; the short side d is rows unless ``TALL``.
+    MATRICES: ``[programs, SLOTS, S, S]``, PANELS: ``[programs, 2, S, P]``, scratch.
+    INTEGERS, FLOATS: the operations, see :func:`muonsplit.kernels.launch.tables`.
+    """
+    LD: tl.constexpr = 1 if TALL else N
+    ND: tl.constexpr = D if TALL else 1
+    first = tl.program_id(0).to(tl.int64)
+    matrices, panels = MATRICES + first * (SLOTS * S * S), PANELS + first * (2 * S * P)
+    for block in range(first, blocks, tl.num_programs(0)):
+        at = block * (D * N)  # more than 2³¹ elements are addressed in 64 bits
+        divisor = _divisor(
+            X + at, factor, epsilon, D, N, LD, ND, BM, BN, NORM, CLAMP, INTERPRETED
+        )
+        _enter(X + at, panels, divisor, D, N, LD, ND, S, P, BM, BN, DTYPE, NORM, INTERPRETED)
+        # Other threads of this program read what these have written.
+        tl.debug_barrier()
+        now = 0
+        for i in range(0, ops):
+            kind = tl.load(INTEGERS + i * OP_INTEGERS)
+            out = matrices + tl.load(INTEGERS + i * OP_INTEGERS + 1) * (S * S)
+            left = matrices + tl.load(INTEGERS + i * OP_INTEGERS + 2) * (S * S)
+            right = matrices + tl.load(INTEGERS + i * OP_INTEGERS + 3) * (S * S)
+            added = matrices + tl.load(INTEGERS + i * OP_INTEGERS + 4) * (S * S)
+            apart = tl.load(INTEGERS + i * OP_INTEGERS + 5) != 0
+            alpha = tl.load(FLOATS + i * OP_FLOATS)
+            beta = tl.load(FLOATS + i * OP_FLOATS + 1)
+            diagonal = tl.load(FLOATS + i * OP_FLOATS + 2)
+            panel = panels + now * (S * P)
+            if kind == _GRAM:
+                _gram(panel, out, D, N, S, P, BM, BN, BK, DTYPE, INTERPRETED)
+            elif kind == _ELEMENT:
+                _element(left, out, alpha, diagonal, D, S, BM, BN, DTYPE, INTERPRETED)
+            elif kind == _PRODUCT:
+                _product(
+                    left, right, added, out, apart, alpha, beta,
+                    D, S, BM, BN, BK, DTYPE, INTERPRETED,
+                )
+            else:
+                _apply(
+                    left, panel, panels + (1 - now) * (S * P), OUT + at, i + 1 == ops, apart,
+                    beta, scale, D, N, LD, ND, S, P, BM, BN, BK, DTYPE, RESULT, INTERPRETED,
+                )
+                now = 1 - now
+            tl.debug_barrier()
