@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from muonsplit.certificate import made as made_module
 from muonsplit.certificate import read as read_module
-from muonsplit.certificate.differences import differences
+from muonsplit.certificate.canonical import printable
+from muonsplit.certificate.differences import Difference, differences
 from muonsplit.certificate.read import load, read, sound
 from muonsplit.certificate.run import Certificate, Question, certify
 from muonsplit.certificate.schema import schema
 from muonsplit.certificate.statement import built_with, statement, write
-from muonsplit.certificate.verdict import Verdict
+from muonsplit.certificate.verdict import CheckResult, Verdict, verdict_of
 from muonsplit.certificate.verify import notes, replayed, verify, vouched
 from muonsplit.checks import CHECKS, Finding
 from muonsplit.cli import main
@@ -44,6 +45,9 @@ ASKED = (
     "arithmetic.direction",
     "arithmetic.scale",
 )
+
+# What two machines measure differently, of each model.
+MEASURED = ("spectra", "floor")
 
 Json = dict[str, Any]
 Path_ = tuple[str | int, ...]
@@ -145,6 +149,7 @@ def test_what_is_read_is_what_was_written(
 ) -> None:
     certificate: Certificate = request.getfixturevalue(name)
     path = write(certificate, tmp_path / "one")
+    assert path == tmp_path / "one" / "certificate.json"
     assert verify(path) == []
     found = read(path)
     assert found.models == certificate.models
@@ -185,6 +190,10 @@ def test_the_statement_is_in_totos(written: dict[str, str]) -> None:
     assert document["predicateType"] == "https://in-toto.io/attestation/test-result/v0.1"
     assert predicate["result"] == "FAILED"
     assert predicate["failedTests"] == ["llama/recognition.split"]
+    asked = [f"llama/{name}" for name in ours(document)["checks"]]
+    others = {"llama/recognition.split", "llama/independence.heads"}  # failed and skipped
+    assert predicate["passedTests"] == [name for name in asked if name not in others]
+    assert predicate["warnedTests"] == []
     names = [part["name"] for part in predicate["configuration"]]
     assert names == ["check set", "golden models", "goldens", "dialect torch-2.13+per-head"]
     assert all(len(part["digest"]["sha256"]) == 64 for part in predicate["configuration"])
@@ -194,6 +203,22 @@ def test_the_statement_is_in_totos(written: dict[str, str]) -> None:
         "name": "torch",
         "digest": {"sha256": hashlib.sha256(adapter.read_bytes()).hexdigest()},
     }
+
+
+def test_what_could_not_tell_is_a_warning(partial: Certificate, tmp_path: Path) -> None:
+    # Nothing was found against it, but not all was asked.
+    assert statement(partial)["predicate"]["result"] == "WARNED"
+    (model,) = partial.models
+    first, *rest = model.results
+    unsure = replace(first, status="undecided", reason="too coarse")
+    certificate = replace(partial, models=(replace(model, results=(unsure, *rest)),))
+    path = write(certificate, tmp_path)
+    assert verify(path) == []
+    predicate = json.loads(path.read_text())["predicate"]
+    assert predicate["warnedTests"] == [f"llama/{first.check}"]
+    assert predicate["passedTests"] == [f"llama/{r.check}" for r in rest if r.status == "passed"]
+    (counts,) = predicate["muonsplit"]["summary"]
+    assert (counts["undecided"], counts["ran"]) == (1, len(model.results))
 
 
 def test_the_files_of_a_subject_are_subjects_of_the_statement(
@@ -250,6 +275,55 @@ def test_volatile_fields_exist(written: dict[str, str]) -> None:
             assert at(document, tuple(int(k) if k.isdigit() else k for k in keys)) is not None
 
 
+def test_what_was_measured_and_on_what_is_volatile(written: dict[str, str]) -> None:
+    at_models = [f"/predicate/muonsplit/models/{m}/{part}" for m in (0, 1) for part in MEASURED]
+    assert ours(json.loads(written["of two"]))["volatile"] == [
+        "/predicate/muonsplit/environment",
+        "/predicate/muonsplit/footer/digest",
+        *at_models,
+    ]
+
+
+def test_the_digest_of_a_dialect_is_that_of_its_split_and_its_arithmetic(
+    written: dict[str, str],
+) -> None:
+    document = json.loads(written["violating"])
+    dialect = ours(document)["dialect"]
+    text = canonical({part: dialect[part] for part in ("arithmetic", "split")}).removesuffix("\n")
+    (found,) = [p for p in document["predicate"]["configuration"] if "dialect" in p["name"]]
+    assert found["digest"]["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [
+        ("passed passed", Verdict.CONFORMS),
+        ("passed skipped", Verdict.CONFORMS),
+        ("skipped skipped", Verdict.INCONCLUSIVE),
+        ("passed undecided", Verdict.INCONCLUSIVE),
+        ("undecided skipped", Verdict.INCONCLUSIVE),
+        ("passed", Verdict.INCONCLUSIVE),
+        ("", Verdict.INCONCLUSIVE),
+        ("passed failed", Verdict.VIOLATES),
+        ("undecided failed", Verdict.VIOLATES),
+        ("failed", Verdict.VIOLATES),
+    ],
+)
+def test_the_verdict_is_the_worst_of_two_checks_that_both_were_asked(
+    statuses: Any, expected: Verdict
+) -> None:
+    results = [
+        CheckResult(name, status) for name, status in zip("ab", statuses.split(), strict=False)
+    ]
+    assert verdict_of(results, ("a", "b")) is expected
+
+
+def test_more_may_be_asked_than_has_to_be() -> None:
+    results = [CheckResult("a", "passed"), CheckResult("b", "passed")]
+    assert verdict_of(results) is verdict_of(results, ("a",)) is Verdict.CONFORMS
+    assert str(Verdict.CONFORMS) == "conforms"
+
+
 def with_finding(certificate: Certificate, finding: Finding) -> Certificate:
     """The certificate with one finding more, about the whole run."""
     (model,) = certificate.models
@@ -267,6 +341,10 @@ def test_infinity_is_a_word_in_json_and_a_number_again(
     path = write(certificate, tmp_path)
     assert '"down":"-inf","none":"nan","small":5e-324,"up":"inf","whole":3.0' in path.read_text()
     found = [f for r in read(path).models[0].results for f in r.findings][-1].numbers
+    document = json.loads(path.read_text())
+    index = ours(document)["models"][0]["results"].index(failed_result(document))
+    where = f"/predicate/muonsplit/models/0/results/{index}/findings/6/numbers"
+    assert where in ours(document)["volatile"]
     assert math.isnan(found.pop("none"))
     assert found == {"up": math.inf, "down": -math.inf, "whole": 3, "small": 5e-324}
     assert verify(path) == []
@@ -455,6 +533,34 @@ def test_another_spelling_of_the_same_is_refused(
     assert "the canonical form" in refused(tmp_path, text)
 
 
+@pytest.mark.parametrize(
+    ("change", "ended"),
+    [
+        (respelt('"seed":0', '"seed": 0'), "neither"),
+        (lambda text: " " + text, "neither"),
+        (lambda text: text[:-1], "found"),
+        (lambda text: text + " ", "canonical"),
+    ],
+    ids=["inside", "at the start", "too short", "too long"],
+)
+def test_another_spelling_is_shown_beside_the_canonical_one(
+    change: Callable[[str], str], ended: str, written: dict[str, str], tmp_path: Path
+) -> None:
+    text = written["violating"]
+    said = change(text)
+    at = next((i for i in range(len(text)) if text[i] != said[i : i + 1]), len(text))
+    # Thirty characters before the first that differs and thirty from there, or what there is.
+    shown = {
+        name: repr(whole[:at][-30:] + whole[at:][:30])
+        for name, whole in (("canonical", text), ("found", said))
+    }
+    shown[ended] = "its end"
+    assert refused(tmp_path, said) == (
+        f"character {at}: the canonical form (keys sorted and each once, no spaces, one line) has "
+        + printable(f"{shown['canonical']}, found {shown['found']}")
+    )
+
+
 def test_trailing_garbage_is_refused(written: dict[str, str], tmp_path: Path) -> None:
     assert "trailing characters" in refused(tmp_path, written["violating"] + "x")
 
@@ -582,7 +688,7 @@ FORGERIES: dict[str, tuple[Callable[[Json], object], str]] = {
     "order of results": (swaps_results, "/predicate/muonsplit/models/0/results/3: expected"),
     "order of checks": (reorders_the_checks, "/predicate/muonsplit/checks/3: expected"),
     "set of checks": (shrinks_the_set, "/predicate/muonsplit/check_set/"),
-    "model twice": (repeats_a_model, "a model occurs twice"),
+    "model twice": (repeats_a_model, "a model occurs twice in llama, llama"),
     "digest of the subject": (renames_the_subject, "/subject/0/digest/sha256"),
     "name of the dialect": (
         set_at("predicate", "muonsplit", "dialect", "name", to="moonlight"),
@@ -624,6 +730,11 @@ def test_a_smoke_run_has_one_model(written: dict[str, str], tmp_path: Path) -> N
     document = json.loads(written["of two"])
     ours(document)["profile"] = "smoke"
     assert "one model, found 2" in refused(tmp_path, canonical(sealed(document)))
+    document = json.loads(written["violating"])
+    ours(document)["profile"] = "smoke"
+    path = tmp_path / "certificate.json"
+    path.write_text(canonical(sealed(document)))
+    assert verify(path) == []
 
 
 def swaps_models(document: Json) -> None:
@@ -672,6 +783,165 @@ def test_the_results_of_one_under_the_subject_of_another_are_refused(
     said = refused(tmp_path, canonical(document))
     assert "/predicate/muonsplit/footer/digest" in said
     assert "/subject/0/digest/sha256" in said
+
+
+def problem_at(where: str, document: Json, tmp_path: Path) -> str:
+    """What is said of one place, of a document that is sealed anew."""
+    lines = refused(tmp_path, canonical(sealed(document))).splitlines()
+    (said,) = [line for line in lines if line.startswith(f"{where}: ")]
+    return said.removeprefix(f"{where}: ")
+
+
+def test_results_too_few_and_too_many_are_told_apart(
+    written: dict[str, str], tmp_path: Path
+) -> None:
+    where = f"/predicate/muonsplit/models/0/results/{GATES + len(ASKED)}"
+    document = json.loads(written["violating"])
+    results = ours(document)["models"][0]["results"]
+    last = results[-1]
+    results.append(last)
+    said = problem_at(where, document, tmp_path)
+    assert said == f"expected no more, found {last['check']}"
+    del results[-2:]
+    said = problem_at(f"{where[:-2]}{GATES + len(ASKED) - 1}", document, tmp_path)
+    assert said == f"expected {last['check']}, found no more"
+
+
+def test_a_rule_that_is_broken_says_where(written: dict[str, str], tmp_path: Path) -> None:
+    document = json.loads(written["violating"])
+    (model,) = ours(document)["models"]
+    index = model["results"].index(failed_result(document))
+    says_passed(document)
+    where = f"/predicate/muonsplit/models/0/results/{index}"
+    assert problem_at(where, document, tmp_path) == "recognition.split passed with 6 findings"
+    document = json.loads(written["violating"])
+    model = ours(document)["models"][0]
+    index = next(i for i, weight in enumerate(model["weights"]) if weight["diverged"])
+    model["weights"][index]["diverged"] = ""
+    said = problem_at(f"/predicate/muonsplit/models/0/weights/{index}/diverged", document, tmp_path)
+    assert said == "expected recognition.split, which first names it, found none"
+    model["weights"][index]["diverged"] = "recognition.split"
+    index = next(i for i, weight in enumerate(model["weights"]) if not weight["diverged"])
+    model["weights"][index]["diverged"] = "cut.rows"
+    said = problem_at(f"/predicate/muonsplit/models/0/weights/{index}/diverged", document, tmp_path)
+    assert said == "expected no check, which first names it, found cut.rows"
+
+
+def test_another_config_does_not_go_by_the_name_of_a_golden_model(
+    violating: Certificate, tmp_path: Path
+) -> None:
+    true, own = violating.models[0].config, "0" * 64
+    renamed = replace(violating, models=(replace(violating.models[0], config=own),))
+    (said,) = verify(write(renamed, tmp_path))
+    assert said == (
+        f"/predicate/muonsplit/models/0/config: expected {true}, that of llama, found {own}"
+    )
+    # Where the golden models are others, theirs may be.
+    made = made_module.made(renamed)
+    there = replace(made, digests=replace(made.digests, golden_models="1" * 64))
+    path = tmp_path / "elsewhere.json"
+    path.write_text(canonical(built_with(renamed, there)))
+    assert verify(path) == []
+
+
+def test_a_refusal_names_the_file_and_a_problem_a_line(
+    written: dict[str, str], tmp_path: Path
+) -> None:
+    document = json.loads(written["violating"])
+    document["predicate"]["result"] = "PASSED"
+    path = tmp_path / "certificate.json"
+    path.write_text(canonical(sealed(document)))
+    with pytest.raises(CertificateError) as raised:
+        read(path)
+    first, *rest = raised.value.message.split("\n  ")
+    assert first == f"{path} is refused:"
+    assert rest == verify(path)
+    assert [line.split(": ")[0] for line in rest] == [
+        "/predicate/muonsplit/footer/digest",
+        "/predicate/result",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "hint"),
+    [
+        ("{}", "`muonsplit schema` prints what a certificate holds."),
+        ("", "It was cut off, or is another kind of file."),
+    ],
+)
+def test_a_hint_tells_another_type_from_another_file(
+    content: str, hint: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "certificate.json"
+    path.write_text(content)
+    with pytest.raises(CertificateError) as raised:
+        load(path)
+    assert raised.value.hint == hint
+
+
+def test_the_last_of_eleven_problems_is_counted(written: dict[str, str], tmp_path: Path) -> None:
+    for wrong in (10, 11):
+        document = json.loads(written["violating"])
+        for weight in ours(document)["models"][0]["weights"][:wrong]:
+            weight["diverged"] = "cut.columns"
+        lines = refused(tmp_path, canonical(sealed(document))).splitlines()
+        assert all("/diverged: expected" in line for line in lines[:10])
+        assert lines[10:] == ["and 1 more"] * (wrong - 10)
+
+
+def test_a_changed_digest_is_named_first(written: dict[str, str], tmp_path: Path) -> None:
+    document = json.loads(written["violating"])
+    true = ours(document)["footer"]["digest"]
+    ours(document)["footer"]["digest"] = "0" * 64
+    document["predicate"]["failedTests"] = []
+    first, second = refused(tmp_path, canonical(document)).splitlines()
+    assert first == (
+        f'/predicate/muonsplit/footer/digest: says "{"0" * 64}", it was changed since; now it is '
+        f'"{true}"'
+    )
+    assert second.startswith("/predicate/failedTests/0: says nothing, from the rest follows")
+
+
+def test_all_of_the_weights_may_be_split_but_no_more(
+    written: dict[str, str], tmp_path: Path
+) -> None:
+    document = json.loads(written["violating"])
+    (model,) = ours(document)["models"]
+    model["split"] = model["full"]
+    path = tmp_path / "certificate.json"
+    path.write_text(canonical(sealed(document)))
+    assert verify(path) == []
+    assert load(path).path == path
+
+
+def test_what_is_no_file_is_refused_with_what_to_give_instead(tmp_path: Path) -> None:
+    for path, said in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "nowhere.json", "does not exist or is no file"),
+    ):
+        with pytest.raises(CertificateError) as raised:
+            load(path)
+        assert str(raised.value) == f"{path} {said}. Give the certificate.json of a run."
+
+
+def test_a_file_may_be_as_large_as_the_largest(
+    partial: Certificate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(partial, tmp_path)
+    monkeypatch.setattr(read_module, "_LARGEST_FILE", path.stat().st_size)
+    assert verify(path) == []
+
+
+def test_a_dialect_that_cannot_be_is_refused_with_what_can(
+    written: dict[str, str], tmp_path: Path
+) -> None:
+    document = json.loads(written["violating"])
+    ours(document)["dialect"]["arithmetic"]["steps"] = -1
+    path = tmp_path / "certificate.json"
+    path.write_text(canonical(document))
+    with pytest.raises(CertificateError, match="steps cannot be -1") as raised:
+        load(path)
+    assert raised.value.hint.startswith("Use ")
 
 
 def test_at_most_ten_problems_are_named(written: dict[str, str], tmp_path: Path) -> None:
@@ -746,7 +1016,12 @@ def test_what_differs_here_is_a_note_and_no_refusal(partial: Certificate, tmp_pa
     assert 'versions/torch was "2.9.0"' in said
     assert 'machine was "aarch64"' in said
     (unsigned,) = notes(sound(write(partial, tmp_path)))
-    assert "not for its author" in unsigned
+    assert unsigned == "It is unsigned: it vouches for its content, not for its author."
+    made = made_module.made(partial)
+    others = replace(made.digests, check_set="0" * 64, golden_models="0" * 64)
+    path = tmp_path / "others.json"
+    path.write_text(canonical(built_with(partial, replace(made, digests=others))))
+    assert "differs from this installation's: check set, golden models." in notes(sound(path))[1]
 
 
 @pytest.mark.slow
@@ -768,6 +1043,53 @@ def test_other_checks_have_a_set_of_their_own(conforming: Certificate, tmp_path:
 def test_an_unknown_dialect_is_a_note(partial: Certificate, tmp_path: Path) -> None:
     renamed = replace(partial, dialect=replace(partial.dialect, name="mine"))
     assert any("no dialect mine" in said for said in notes(sound(write(renamed, tmp_path))))
+
+
+def test_what_is_vouched_for_is_said_in_rows(violating: Certificate, tmp_path: Path) -> None:
+    described = {**violating.described, "distribution": "example", "version": "1.2"}
+    there = replace(violating, described=described, isolated=True)
+    assert vouched(sound(write(there, tmp_path))) == [
+        ("subject", "torch (example 1.2), in its own process"),
+        ("dialect", "torch-2.13+per-head"),
+        ("verdict", "violates"),
+        ("asked", "profile ci, seed 0"),
+        (
+            "llama",
+            # Of eleven, one has no heads to ask about.
+            f"violates: 10 of {len(CHECKS)} checks ran (9 passed, 1 failed, 0 undecided, "
+            "1 skipped); 96 of 224 Muon weights split",
+        ),
+    ]
+    described.update(distribution="", version="")
+    here = replace(there, isolated=False, described=described)
+    (row, *_) = vouched(sound(write(here, tmp_path)))
+    assert row == ("subject", "torch (of no distribution), inside the harness's process")
+
+
+def test_what_steers_a_terminal_is_spelt_out_and_all_else_is_left() -> None:
+    assert printable("é × 'a\\' \x1b[2J\n\u202e") == "é × 'a\\' \\x1b[2J\\n\\u202e"
+
+
+def test_a_difference_shows_what_is_missing_and_shortens_what_is_long() -> None:
+    assert list(differences({"a/b~": 1}, {})) == [Difference("/a~1b~0", "1", "nothing")]
+    # Two of the eighty characters are quotes.
+    whole, longer = "x" * 78, "y" * 79
+    assert list(differences(whole, longer)) == [
+        Difference("", f'"{whole}"', f'"{longer}…'),
+    ]
+
+
+def test_null_is_not_nothing_and_a_list_is_not_its_item() -> None:
+    assert list(differences({}, {"a": None})) == [Difference("/a", "nothing", "null")]
+    assert list(differences({"a": None}, {})) == [Difference("/a", "null", "nothing")]
+    assert list(differences([None], [])) == [Difference("/0", "null", "nothing")]
+    assert list(differences([1], 1)) == [Difference("", "[1]", "1")]
+
+
+def test_lists_of_different_lengths_differ_once() -> None:
+    first = Difference("/1", "2", "4")
+    assert list(differences([1, 2, 3], [1, 4])) == [first]
+    assert list(differences([1, 2, 3], [1, 4, 5])) == [first, Difference("/2", "3", "5")]
 
 
 # Replayed

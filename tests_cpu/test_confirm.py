@@ -83,6 +83,14 @@ def test_the_closest_misses_are_named() -> None:
     assert "n10" not in reason
 
 
+def test_misses_are_closest_first() -> None:
+    # By their quotients 1 × 10 would come before 2 × 100.
+    far, near = found(2, 100, "far"), found(10, 70, "near")
+    farther = found(1, 10, "farther")
+    reason = confirm(768, [farther, far, near]).reason
+    assert reason.endswith("10 × 70 = 700 (near), off by -68; 2 × 100 = 200 (far), off by -568")
+
+
 def test_divisibility_alone_confirms_nothing() -> None:
     answer = confirm(768, [found(8, 48, "half"), found(8, 192, "twice")])
     assert answer.geometry is None
@@ -92,6 +100,46 @@ def test_nothing_stated() -> None:
     answer = confirm(768, [])
     assert answer.geometry is None
     assert "768 rows" in answer.reason
+
+
+def test_what_no_rule_decides_is_left_open() -> None:
+    assert confirm(768, []).open is True
+    assert confirm(768, [found(8, 95)]).open is True
+    assert confirm(768, [found(8, 96), found(12, 64)]).open is True
+    for heads, width in ((8, 96), (1, 768), (768, 1)):
+        assert confirm(768, [found(heads, width)]).open is False
+
+
+def test_of_those_that_disagree_the_plainest_is_named_first() -> None:
+    # The owner before the config, and what is stated before what is derived.
+    ways = [
+        found(4, 192, "config.h / 4"),
+        found(12, 64, "config.c × config.d"),
+        found(24, 32, "owner.a × owner.b"),
+    ]
+    for order in (ways, ways[::-1]):
+        assert confirm(768, order).reason.endswith(
+            "each of 24 × 32 = 768 (owner.a × owner.b), 12 × 64 = 768 (config.c × config.d), "
+            "4 × 192 = 768 (config.h / 4)"
+        )
+
+
+def test_queries_with_a_gate_count_only_where_none_without_fits() -> None:
+    plain, gated = found(8, 96, "plain"), found(4, 192, "gated")._replace(gated=True)
+    assert said(confirm(768, [gated, plain])) == (8, 96, "plain")
+    assert said(confirm(768, [gated])) == (4, 192, "gated")
+
+
+def test_candidates_of_one_size_may_order_their_roles_differently() -> None:
+    def fused(groups: int) -> HeadGeometry:
+        heads = 6 // groups // 3
+        parts = tuple(Segment(role, heads, 8) for role in "qkv")
+        return HeadGeometry(6, 8, "here", parts, groups)
+
+    apart, together = fused(1), fused(2)
+    assert confirm(48, [apart, apart]).one_order is True
+    assert confirm(48, [apart, together]).one_order is False
+    assert confirm(48, [apart, together]).geometry is not None
 
 
 def test_one_head_is_whole() -> None:

@@ -104,6 +104,13 @@ TABLE = {
         2,
         {0: ("gate", 0, range(0, 22, 2)), 1: ("up", 0, range(1, 22, 2))},
     ),
+    "gate-and-up-joined": Row(
+        Layout((Segment("gate", 2, 4), Segment("up", 2, 3)), joined=True),
+        "gate 2×4 | up 2×3, joined",
+        14,
+        2,
+        {0: ("gate", 0, range(8)), 1: ("up", 0, range(8, 14))},
+    ),
     "whole": Row(Layout.whole(4096), "whole 4096", 4096, 1, {0: ("all", 0, range(4096))}),
 }
 
@@ -182,6 +189,16 @@ def test_roles_that_mean_whole_do_not_change_when_read_back(name: str, heads: in
     assert Layout.parse(str(layout)) == layout
 
 
+def test_what_is_not_cut_is_one_block_of_every_row() -> None:
+    assert Layout.whole(5) == Layout((Segment("all", 1, 5),))
+    assert Layout.whole(5, 1) == Layout((Segment("all", 1, 5),), axis=1)
+
+
+def test_a_block_of_several_spans_names_each() -> None:
+    k = TABLE["gate-up-interleaved"].layout.shard(0, 22).blocks()[1]
+    assert str(k).startswith("up[0] rows 1–1, 3–3, 5–5, ")
+
+
 def test_adjacent_rows_of_a_joined_role_are_one_span() -> None:
     q, k = Layout((Segment("q", 4, 8), Segment("k", 2, 8)), joined=True).blocks()
     assert (q.spans, k.spans) == (((0, 32),), ((32, 48),))
@@ -215,6 +232,13 @@ def test_batches_are_views_unless_rows_are_gathered(
         assert (batch.untyped_storage().data_ptr() == storage) is not gathered
 
 
+def test_a_run_of_equal_widths_is_few_batches() -> None:
+    # Two groups of three single rows are two batches of three, not three of two.
+    layout = SMALL["few-groups-many-heads"][0]
+    shapes = [tuple(b.shape) for b in layout.batches(torch.zeros(layout.rows, 4))]
+    assert shapes == [(3, 1, 4), (3, 1, 4), (2, 2, 4)]
+
+
 def test_equal_widths_are_one_batch() -> None:
     phi, falcon = TABLE["phi-3"].layout, TABLE["falcon-40b"].layout
     apart = TABLE["glm-kv-apart"].layout
@@ -236,8 +260,9 @@ def test_write_undoes_batches(layout: Layout, blocks: list[list[int]], axis: int
     assert torch.equal(result, weight)
 
 
-def test_write_refuses_a_missing_batch() -> None:
-    layout = Layout((Segment("k", 1, 1), Segment("v", 1, 2)), groups=3)
+@pytest.mark.parametrize("joined", [False, True])
+def test_write_refuses_a_missing_batch(joined: bool) -> None:
+    layout = Layout((Segment("k", 1, 1), Segment("v", 1, 2)), groups=3, joined=joined)
     weight = numbered(9, 2)
     with pytest.raises(ValueError, match="shorter"):
         layout.write(layout.batches(weight)[:1], weight)
@@ -271,6 +296,8 @@ def test_axis_1_measures_columns() -> None:
         ("gpt-2", 704, 832, "q 64 | k 64, axis 1"),
         ("whole", 0, 4096, "whole 4096"),
         ("megatron-joined", 0, 9216, "8 × (q 16×64 | k 64 | v 64), joined"),
+        ("gate-and-up-joined", 0, 8, "gate 2×4, joined"),
+        ("gate-and-up-joined", 8, 14, "up 2×3, joined"),
     ],
 )
 def test_shard_of_whole_heads(name: str, start: int, stop: int, text: str) -> None:
@@ -296,6 +323,7 @@ def test_shard_that_cuts_a_head_names_it(name: str, start: int, stop: int, head:
     with pytest.raises(CutHeadError) as raised:
         TABLE[name].layout.shard(start, stop)
     assert head in str(raised.value)
+    assert "Shard at a multiple of the head width" in raised.value.hint
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 0), (8, 8), (16, 8), (-8, 8), (0, 25), (24, 32)])
@@ -326,7 +354,8 @@ def test_per_block_takes_consecutive_heads(text: str, heads: int, expected: str)
         ("q 4×8 | k 8", 2, "'k'"),
         ("64 × (k 192 | v 256)", 2, "do not divide the 1"),
         ("8 × (q 16×64 | k 64), joined", 2, "joined"),
-        ("q 32×128", 0, "positive integer"),
+        ("q 4×8 | k 2×8, joined", 2, "already hold every head"),
+        ("q 32×128", 0, "^heads must be a positive integer"),
         ("q 32×128", -1, "positive integer"),
         ("q 32×128", True, "positive integer"),
         ("q 32×128", 2.0, "positive integer"),
@@ -345,7 +374,7 @@ def test_counts_are_positive_integers(count: Any, place: str) -> None:
         Layout((Segment("q", sizes["heads"], sizes["width"]),), groups=sizes["groups"])
 
 
-@pytest.mark.parametrize("role", ["", "Q", "1q", "_q", "q k", "q-k", "q\n", "ü", None, 3], ids=repr)
+@pytest.mark.parametrize("role", ["", "Q", "1q", "_q", "q k", "q-k", "q\n", "ü", None, 3])
 def test_roles_are_lower_case_words(role: Any) -> None:
     with pytest.raises(LayoutError, match="role"):
         Layout((Segment(role, 2, 2),))

@@ -14,9 +14,10 @@ from torch import Tensor
 from muonsplit.dialect import Arithmetic
 from muonsplit.layout import Layout
 from muonsplit.newton_schulz import newton_schulz, singular_value_oracle
-from muonsplit.observe.cut import Cut, Tensors, differing_lines, scan, turned_lines
-from muonsplit.observe.fit import compare, fit, hypotheses
-from muonsplit.observe.gradients import draw, draw_uneven, flip_column, flip_row
+from muonsplit.observe.cut import Cut, Tensors, differing_lines, scan, stretches, turned_lines
+from muonsplit.observe.families import of_family
+from muonsplit.observe.fit import Fit, compare, fit, hypotheses
+from muonsplit.observe.gradients import conditioned, draw, draw_uneven, flip_column, flip_row
 from muonsplit.observe.tolerance import rounding_bound
 
 JORDAN = (3.4445, -4.7750, 2.0315)
@@ -224,6 +225,54 @@ def test_the_next_line_is_the_first_that_is_not_accounted_for() -> None:
     assert cut.next_line() is None
 
 
+def test_single_lines_say_so_after_three_and_lines_that_move_none_are_passed() -> None:
+    cut = Cut(6, {0: frozenset()})
+    assert cut.next_line() == 1
+    cut.moved[1] = frozenset({1})
+    assert cut.next_line() == 2
+    cut.moved[2] = frozenset({2})
+    assert cut.next_line() is None
+    assert watched(torch.sign, 0, (2, COLS))[1] == 2
+
+
+def test_a_displaced_block_accounts_for_as_many_lines_as_it_has() -> None:
+    cut = Cut(4, {0: frozenset({2, 3})})
+    assert cut.next_line() == 2
+    cut.moved[2] = frozenset({0, 1})
+    assert cut.next_line() is None
+
+
+def test_at_most_eight_sizes_are_spelled() -> None:
+    eight, nine = (
+        Cut(sum(range(n)), {rows[0]: frozenset(rows) for rows in runs(*range(1, n))})
+        for n in (9, 10)
+    )
+    assert str(eight) == "8 blocks of 1, 2, 3, 4, 5, 6, 7, 8"
+    assert str(nine) == "9 blocks of 1, 2, 3, 4, 5, 6, 7, 8, …"
+
+
+def test_each_weight_axis_and_key_has_signs_of_its_own() -> None:
+    ones = {name: torch.ones(24, 24) for name in ("a", "b")}
+    seen: set[tuple[float, ...]] = set()
+
+    def probe(changed: Tensors) -> Tensors:
+        for name in ones:
+            line = changed[name].amin(1 - axis).argmin()
+            seen.add(tuple(changed[name].select(axis, int(line)).tolist()))
+        return changed
+
+    for axis, key in itertools.product((0, 1), ("one", "other")):
+        # Everything moves, so there is one probe.
+        scan(axis, ones, probe, lambda *_: frozenset(range(24)), key)
+    assert len(seen) == 8
+    assert all(set(signs) == {-1.0, 1.0} for signs in seen)
+
+
+def test_stretches_are_from_start_to_stop() -> None:
+    assert stretches(frozenset({7, 2, 0, 1, 5, 8})) == ((0, 3), (5, 6), (7, 9))
+    assert stretches(frozenset()) == ()
+
+
 def test_what_is_unfinished_says_at_least() -> None:
     assert str(Cut(6, {0: frozenset({0, 1})})) == "at least 1 blocks of 2"
 
@@ -305,6 +354,94 @@ def test_uneven_rows_come_in_stretches() -> None:
     lengths = [len(list(run)) for _, run in itertools.groupby(ratio.mul(1e4).round().tolist())]
     assert all(3 <= n <= 17 for n in lengths[:-1])
     assert len(set(lengths)) > 5
+
+
+def test_stretches_of_rows_are_of_every_length_from_3_to_17() -> None:
+    even, uneven = (f({"w": (2000, 8)}, 4)["w"] for f in (draw, draw_uneven))
+    ratio = (uneven / even).median(1).values
+    runs_of = [len(list(run)) for _, run in itertools.groupby(ratio.mul(1e5).round().tolist())]
+    assert set(runs_of[:-1]) == set(range(3, 18))
+    vector = {"v": (7,)}
+    assert torch.equal(draw_uneven(vector, 0)["v"], draw(vector, 0)["v"])
+
+
+def test_conditioned_blocks_keep_their_singular_vectors() -> None:
+    blocks = draw({"w": (2, 6, 4)}, 9)["w"]
+    made = conditioned(blocks)
+    assert made.dtype == torch.float32
+    U, _, Vh = torch.linalg.svd(blocks.double(), full_matrices=False)
+    expected = torch.diag(torch.tensor([9.0, 7.0, 5.0, 3.0]).double() / 9)
+    assert torch.allclose(U.mT @ made.double() @ Vh.mT, expected.expand(2, 4, 4), atol=1e-6)
+
+
+def singular(made: Tensor) -> Tensor:
+    return torch.linalg.svdvals(made.double())
+
+
+def test_scales_reach_three_decades_either_way() -> None:
+    made = of_family("head scales 1e±3", (400, 16), Layout.heads("q", 200, 2), 0)
+    decades = made.view(200, 32).double().square().mean(1).sqrt().log10()
+    assert -3.3 < float(decades.min()) < -2.6
+    assert 2.6 < float(decades.max()) < 3.3
+    assert abs(float(decades.mean())) < 0.5
+
+
+def test_tiny_is_a_millionth_and_iid_is_one() -> None:
+    for family, size in (("iid", 1.0), ("tiny 1e-6", 1e-6)):
+        made = of_family(family, (64, 64), Layout.heads("q", 8, 8), 0)
+        assert made.dtype == torch.float32
+        assert float(made.std()) == pytest.approx(size, rel=0.05)
+
+
+def test_any_head_may_be_the_zero_one_but_not_the_only_one() -> None:
+    layout = Layout.heads("q", 3, 2)
+    zero = {
+        tuple((of_family("one zero head", (6, 4), layout, key).view(3, 8) == 0).all(1).tolist())
+        for key in range(30)
+    }
+    assert zero == {(True, False, False), (False, True, False), (False, False, True)}
+    assert (of_family("one zero head", (6, 4), None, 0) != 0).all()
+
+
+def test_rank_two_heads_have_both_directions() -> None:
+    values = singular(
+        of_family("rank-2 heads", (24, 16), Layout.heads("q", 4, 6), 0).view(4, 6, 16)
+    )
+    assert (values[:, 1] > 1e-2 * values[:, 0]).all()
+    assert (values[:, 2] < 1e-6 * values[:, 0]).all()
+
+
+def test_ill_conditioned_heads_span_four_decades_evenly() -> None:
+    made = of_family("ill-conditioned", (24, 16), Layout.heads("q", 4, 6), 0)
+    decades = singular(made.view(4, 6, 16)).log10()
+    expected = -torch.linspace(0, 4, 6).double()
+    assert torch.allclose(decades, expected.expand(4, 6), atol=1e-2)
+
+
+def test_integers_are_rounded_normal_numbers_of_deviation_two() -> None:
+    made = of_family("integers |x| ≤ 3", (64, 64), Layout.heads("q", 8, 8), 0)
+    counts = {n: float((made == n).double().mean()) for n in range(-3, 4)}
+    # P(|2z| ≥ 2.5) = 0.211 and P(|2z| < 0.5) = 0.197.
+    assert counts[-3] + counts[3] == pytest.approx(0.211, abs=0.02)
+    assert counts[0] == pytest.approx(0.197, abs=0.02)
+    assert sum(counts.values()) == 1
+
+
+def test_a_weight_without_a_layout_is_a_block_or_a_stack_of_them() -> None:
+    for shape in ((6, 4), (3, 6, 4)):
+        made = of_family("orthonormal heads", shape, None, 0)
+        assert made.shape == shape
+        assert torch.allclose(singular(made), torch.ones(4).double(), atol=1e-6)
+    equal = of_family("equal heads", (3, 6, 4), None, 0)
+    assert torch.equal(equal[0], equal[2])
+    assert equal[0].norm() > 0
+
+
+def test_families_and_keys_draw_apart() -> None:
+    layout = Layout.heads("q", 4, 6)
+    one, other = (of_family("iid", (24, 16), layout, key) for key in (0, 1))
+    assert not torch.equal(one, other)
+    assert not torch.allclose(one, of_family("tiny 1e-6", (24, 16), layout, 0) * 1e6)
 
 
 matrices = st.tuples(st.integers(1, 9), st.integers(2, 9), st.integers(0, 10**6))
@@ -521,6 +658,33 @@ def test_hypotheses_leave_out_what_cannot_be() -> None:
     assert set(hypotheses(None, 16)) == {"as planned", "whole matrix"}
 
 
+def test_hypotheses_are_half_heads_pairs_and_thirds_of_what_is_planned() -> None:
+    whole = {"as planned": HEADS, "whole matrix": None}
+    assert hypotheses(HEADS, 32) == {
+        **whole,
+        "half heads": Layout.heads("q", 16, 2),
+        "head pairs": Layout.heads("q", 4, 8),
+    }
+    # Two heads in a pair would be the whole matrix once more.
+    assert set(hypotheses(Layout.heads("q", 2, 4), 8)) == {*whole, "half heads"}
+    for planned in ("q 4×4 | k 2×4", "q 6×4, axis 1", "2 × (q 4×4)", "2 × (q 3×4 | k 4)"):
+        layout = Layout.parse(planned)
+        thirds = {"Q | K | V": Layout.heads("part", 3, layout.rows // 3)}
+        expected = {"as planned": layout, "whole matrix": None}
+        assert hypotheses(layout, layout.rows) == expected | (
+            thirds if layout.rows % 3 == 0 else {}
+        )
+
+
+def test_an_update_that_points_away_fits_nothing() -> None:
+    one = torch.ones(2, 2)
+    assert compare("x", -2 * one, one) == Fit("x", float("inf"), -2.0)
+
+
+def test_a_fit_is_said_in_one_line() -> None:
+    assert str(Fit("as planned", 0.0123, 1.5)) == "as planned: direction off by 0.012, size × 1.5"
+
+
 def test_direction_and_size_are_told_apart() -> None:
     wanted = draw({"w": (6, 5)}, 7)["w"]
     scaled = compare("x", 2.5 * wanted, wanted)
@@ -535,8 +699,8 @@ def test_direction_and_size_are_told_apart() -> None:
 
 def test_a_fit_to_nothing() -> None:
     zero, one = torch.zeros(2, 2), torch.ones(2, 2)
-    assert compare("x", zero, zero).residual == 0.0
-    assert compare("x", one, zero).residual == float("inf")
+    assert compare("x", zero, zero) == Fit("x", 0.0, 1.0)
+    assert compare("x", one, zero) == Fit("x", float("inf"), 1.0)
     # An update of nothing points nowhere: it must not pass for one that points right.
     assert compare("x", zero, one).residual > 0.5
 

@@ -8,25 +8,32 @@ of blocks only says how often the outermost loop runs.
 Rounding points are those of the operations (:mod:`muonsplit.kernels.program`). Products are summed
 in float32, from operands that are rounded; float32 operands are multiplied as they are (``ieee``).
 
+Scratch is padded to whole tiles. What lies beyond d rows and columns within a row of tiles is zero,
+because the panel enters with zeros around it; what lies beyond that is never written, and no tile
+that is kept is made of it.
+
 In the interpreter bfloat16 has two faults, which ``INTERPRETED`` avoids: ``dot`` multiplies bit
 patterns, and a cast truncates.
 """
 
-from typing import Any
-
+# Arguments stand in groups; triton.jit compares types with == and needs its branches.
+# fmt: off
+# ruff: noqa: SIM300, RET505
 import triton
 import triton.language as tl
 
+# Whether these functions were made for the interpreter: TRITON_INTERPRET=1 when this was imported.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
 # An operation is as many integers and as many floats in the tables.
-OP_INTEGERS: tl.constexpr = tl.constexpr(6)
-OP_FLOATS: tl.constexpr = tl.constexpr(3)
-
-# What a program holds of a block, in the order of the kernel's arguments.
-_GRAM: tl.constexpr = tl.constexpr(0)
-_ELEMENT: tl.constexpr = tl.constexpr(1)
-_PRODUCT: tl.constexpr = tl.constexpr(2)
-
-Pointer = Any
+_INTEGERS = tl.constexpr(6)
+_FLOATS = tl.constexpr(3)
+# muonsplit.kernels.program.Kind
+_GRAM = tl.constexpr(0)
+_ELEMENT = tl.constexpr(1)
+_PRODUCT = tl.constexpr(2)
+# Rows at once where nothing is multiplied; it divides every tile.
+_ROWS = tl.constexpr(16)
 
 
 @triton.jit
@@ -50,17 +57,22 @@ def _dot(left, right, acc, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def _whole(size, TILE: tl.constexpr):
+    """A size in whole tiles."""
+    return (size + TILE - 1) // TILE * TILE
+
+
+@triton.jit
 def _divisor(
-    X, factor, epsilon,
-    D: tl.constexpr, N: tl.constexpr, LD: tl.constexpr, ND: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    X, factor, epsilon, depth, length,
+    D: tl.constexpr, N: tl.constexpr, LD: tl.constexpr, ND: tl.constexpr, BN: tl.constexpr,
     NORM: tl.constexpr, CLAMP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
-    """What a block is divided by: its norm, ε and factor; one for a zero block."""
-    rows, cols = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
-    squares = tl.zeros((BM, BN), dtype=tl.float32)
-    for m in range(0, D, BM):
-        for n in range(0, N, BN):
+    """What a block is divided by: its norm with factor and ε; one for a zero block."""
+    rows, cols = tl.arange(0, _ROWS)[:, None], tl.arange(0, BN)[None, :]
+    squares = tl.zeros((_ROWS, BN), dtype=tl.float32)
+    for m in tl.range(0, depth, _ROWS, disable_licm=True):
+        for n in tl.range(0, length, BN, disable_licm=True):
             inside = (m + rows < D) & (n + cols < N)
             x = tl.load(X + (m + rows) * LD + (n + cols) * ND, mask=inside, other=0.0)
             x = _rounded(x.to(tl.float32), NORM, INTERPRETED)
@@ -76,38 +88,39 @@ def _divisor(
 
 @triton.jit
 def _enter(
-    X, Y, divisor,
+    X, Y, divisor, depth, length,
     D: tl.constexpr, N: tl.constexpr, LD: tl.constexpr, ND: tl.constexpr,
-    S: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     DTYPE: tl.constexpr, NORM: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """A panel: the block over its norm, with zeros around it."""
-    rows, cols = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
-    for m in range(0, S, BM):
-        for n in range(0, P, BN):
+    rows, cols = tl.arange(0, _ROWS)[:, None], tl.arange(0, BN)[None, :]
+    for m in tl.range(0, _whole(depth, BM), _ROWS, disable_licm=True):
+        for n in tl.range(0, length, BN, disable_licm=True):
             inside = (m + rows < D) & (n + cols < N)
             x = tl.load(X + (m + rows) * LD + (n + cols) * ND, mask=inside, other=0.0)
             x = _rounded(x.to(tl.float32), NORM, INTERPRETED)
-            x = _rounded(tl.div_rn(x, divisor + tl.zeros_like(x)), NORM, INTERPRETED)
-            tl.store(Y + (m + rows) * P + n + cols, _rounded(x, DTYPE, INTERPRETED).to(DTYPE))
+            x = tl.where(inside, tl.div_rn(x, divisor + tl.zeros_like(x)), 0.0)
+            x = _rounded(_rounded(x, NORM, INTERPRETED), DTYPE, INTERPRETED)
+            tl.store(Y + (m + rows) * P + n + cols, x.to(DTYPE))
 
 
 @triton.jit
 def _gram(
-    Y, A,
-    D: tl.constexpr, N: tl.constexpr, S: tl.constexpr, P: tl.constexpr,
+    Y, A, depth, length,
+    D: tl.constexpr, S: tl.constexpr, P: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     DTYPE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """A = q(Y Yᵀ)."""
     rows, cols, inner = tl.arange(0, BM)[:, None], tl.arange(0, BN), tl.arange(0, BK)[None, :]
-    for m in range(0, D, BM):
-        for n in range(0, D, BN):
+    for m in tl.range(0, depth, BM, disable_licm=True):
+        for n in tl.range(0, depth, BN, disable_licm=True):
             acc = tl.zeros((BM, BN), dtype=tl.float32)
-            for k in range(0, N, BK):
+            for k in range(0, length, BK):
                 left = tl.load(Y + (m + rows) * P + k + inner)
                 at = Y + (n + cols[:, None]) * P + k + inner
-                if D % BN == 0:
+                if BN <= BM or D % BN == 0:
                     right = tl.load(at)
                 else:
                     # Where a tile is wider than high, these rows may never have been written.
@@ -119,14 +132,14 @@ def _gram(
 
 @triton.jit
 def _element(
-    A, B, alpha, diagonal,
+    A, B, depth, alpha, diagonal,
     D: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     DTYPE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
-    """B = q(q(αA) + δI)."""
-    rows, cols = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
-    for m in range(0, D, BM):
-        for n in range(0, D, BN):
+    """B = q(q(αA) + δI), over all rows of the tiles that were written."""
+    rows, cols = tl.arange(0, _ROWS)[:, None], tl.arange(0, BN)[None, :]
+    for m in tl.range(0, _whole(depth, BM), _ROWS, disable_licm=True):
+        for n in tl.range(0, depth, BN, disable_licm=True):
             at = (m + rows) * S + n + cols
             x = _rounded(tl.load(A + at).to(tl.float32) * alpha, DTYPE, INTERPRETED)
             on = (m + rows == n + cols) & (m + rows < D)
@@ -139,10 +152,8 @@ def _sum(C, at, acc, apart, alpha, beta, DTYPE: tl.constexpr, INTERPRETED: tl.co
     """βC + α·acc, rounded once or in parts; C is not read where β is zero."""
     c = tl.load(C + at, mask=tl.zeros_like(acc) + beta != 0.0, other=0.0).to(tl.float32)
     if apart:
-        product = _rounded(acc, DTYPE, INTERPRETED)
-        product = _rounded(alpha * product, DTYPE, INTERPRETED)
-        added = _rounded(beta * c, DTYPE, INTERPRETED)
-        result = added + product
+        product = _rounded(alpha * _rounded(acc, DTYPE, INTERPRETED), DTYPE, INTERPRETED)
+        result = _rounded(beta * c, DTYPE, INTERPRETED) + product
     else:
         result = beta * c + alpha * acc
     return _rounded(result, DTYPE, INTERPRETED)
@@ -150,17 +161,17 @@ def _sum(C, at, acc, apart, alpha, beta, DTYPE: tl.constexpr, INTERPRETED: tl.co
 
 @triton.jit
 def _product(
-    L, R, C, OUT, apart, alpha, beta,
+    L, R, C, OUT, depth, apart, alpha, beta,
     D: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     DTYPE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """OUT = βC + αLR, all d × d."""
     rows, cols = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
     inner = tl.arange(0, BK)
-    for m in range(0, D, BM):
-        for n in range(0, D, BN):
+    for m in tl.range(0, depth, BM, disable_licm=True):
+        for n in tl.range(0, depth, BN, disable_licm=True):
             acc = tl.zeros((BM, BN), dtype=tl.float32)
-            for k in range(0, D, BK):
+            for k in range(0, depth, BK):
                 left = tl.load(L + (m + rows) * S + k + inner[None, :])
                 right = tl.load(R + (k + inner[:, None]) * S + n + cols)
                 acc = _dot(left, right, acc, INTERPRETED)
@@ -171,36 +182,51 @@ def _product(
 
 @triton.jit
 def _apply(
-    Q, Y, NEXT, OUT, last, apart, beta, scale,
-    D: tl.constexpr, N: tl.constexpr, LD: tl.constexpr, ND: tl.constexpr,
+    Q, Y, NEXT, OUT, depth, length, last, apart, beta, scale,
+    D: tl.constexpr, N: tl.constexpr, TALL: tl.constexpr,
     S: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     DTYPE: tl.constexpr, RESULT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
-    """NEXT = βY + QY; the last one is scaled, and written where the result goes."""
+    """NEXT = βY + QY; the last one of a wide block is written where the result goes."""
     rows, cols = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
     inner = tl.arange(0, BK)
-    for n in range(0, N, BN):
-        for m in range(0, D, BM):
+    for n in tl.range(0, length, BN, disable_licm=True):
+        for m in tl.range(0, depth, BM, disable_licm=True):
             acc = tl.zeros((BM, BN), dtype=tl.float32)
-            for k in range(0, D, BK):
+            for k in range(0, depth, BK):
                 left = tl.load(Q + (m + rows) * S + k + inner[None, :])
                 right = tl.load(Y + (k + inner[:, None]) * P + n + cols)
                 acc = _dot(left, right, acc, INTERPRETED)
             at = (m + rows) * P + n + cols
             x = _sum(Y, at, acc, apart, 1.0, beta, DTYPE, INTERPRETED)
-            if last:
-                x = _rounded(x, RESULT, INTERPRETED)
-                x = _rounded(x * scale, RESULT, INTERPRETED)
-                inside = (m + rows < D) & (n + cols < N)
-                tl.store(OUT + (m + rows) * LD + (n + cols) * ND, x.to(RESULT), mask=inside)
-            else:
+            if TALL or not last:
                 tl.store(NEXT + at, x.to(DTYPE))
+            else:
+                x = _rounded(scale * _rounded(x, RESULT, INTERPRETED), RESULT, INTERPRETED)
+                inside = (m + rows < D) & (n + cols < N)
+                tl.store(OUT + (m + rows) * N + n + cols, x.to(RESULT), mask=inside)
 
 
-@triton.jit(do_not_specialize=["blocks", "ops"])
+@triton.jit
+def _leave(
+    Y, OUT, depth, length, scale,
+    D: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr,
+    RESULT: tl.constexpr, INTERPRETED: tl.constexpr,
+):
+    """The last panel of a tall block, transposed back and scaled."""
+    rows, cols = tl.arange(0, _ROWS)[:, None], tl.arange(0, BN)[None, :]
+    for m in tl.range(0, depth, _ROWS, disable_licm=True):
+        for n in tl.range(0, length, BN, disable_licm=True):
+            inside = (m + rows < D) & (n + cols < N)
+            x = tl.load(Y + (m + rows) * P + n + cols, mask=inside, other=0.0).to(tl.float32)
+            x = _rounded(scale * _rounded(x, RESULT, INTERPRETED), RESULT, INTERPRETED)
+            tl.store(OUT + m + rows + (n + cols) * D, x.to(RESULT), mask=inside)
+
+
+@triton.jit(do_not_specialize=["blocks", "ops", "depth", "length"])
 def newton_schulz_kernel(
     X, OUT, MATRICES, PANELS, INTEGERS, FLOATS,
-    blocks, ops, factor, epsilon, scale,
+    blocks, ops, depth, length, factor, epsilon, scale,
     D: tl.constexpr, N: tl.constexpr, TALL: tl.constexpr,
     S: tl.constexpr, P: tl.constexpr, SLOTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -212,6 +238,7 @@ def newton_schulz_kernel(
     X, OUT: ``[blocks, rows, columns]``, contiguous; the short side d is rows unless ``TALL``.
     MATRICES: ``[programs, SLOTS, S, S]``, PANELS: ``[programs, 2, S, P]``, scratch.
     INTEGERS, FLOATS: the operations, see :func:`muonsplit.kernels.launch.tables`.
+    depth, length: d and n again, as numbers: loops of a known length are unrolled, and spill.
     """
     LD: tl.constexpr = 1 if TALL else N
     ND: tl.constexpr = D if TALL else 1
@@ -220,36 +247,46 @@ def newton_schulz_kernel(
     for block in range(first, blocks, tl.num_programs(0)):
         at = block * (D * N)  # more than 2³¹ elements are addressed in 64 bits
         divisor = _divisor(
-            X + at, factor, epsilon, D, N, LD, ND, BM, BN, NORM, CLAMP, INTERPRETED
+            X + at, factor, epsilon, depth, length, D, N, LD, ND, BN, NORM, CLAMP, INTERPRETED,
         )
-        _enter(X + at, panels, divisor, D, N, LD, ND, S, P, BM, BN, DTYPE, NORM, INTERPRETED)
+        _enter(
+            X + at, panels, divisor, depth, length,
+            D, N, LD, ND, P, BM, BN, DTYPE, NORM, INTERPRETED,
+        )
         # Other threads of this program read what these have written.
         tl.debug_barrier()
         now = 0
-        for i in range(0, ops):
-            kind = tl.load(INTEGERS + i * OP_INTEGERS)
-            out = matrices + tl.load(INTEGERS + i * OP_INTEGERS + 1) * (S * S)
-            left = matrices + tl.load(INTEGERS + i * OP_INTEGERS + 2) * (S * S)
-            right = matrices + tl.load(INTEGERS + i * OP_INTEGERS + 3) * (S * S)
-            added = matrices + tl.load(INTEGERS + i * OP_INTEGERS + 4) * (S * S)
-            apart = tl.load(INTEGERS + i * OP_INTEGERS + 5) != 0
-            alpha = tl.load(FLOATS + i * OP_FLOATS)
-            beta = tl.load(FLOATS + i * OP_FLOATS + 1)
-            diagonal = tl.load(FLOATS + i * OP_FLOATS + 2)
+        for i in tl.range(0, ops, disable_licm=True):
+            integers, floats = INTEGERS + i * _INTEGERS, FLOATS + i * _FLOATS
+            kind = tl.load(integers)
+            out = matrices + tl.load(integers + 1) * (S * S)
+            left = matrices + tl.load(integers + 2) * (S * S)
+            right = matrices + tl.load(integers + 3) * (S * S)
+            added = matrices + tl.load(integers + 4) * (S * S)
+            apart = tl.load(integers + 5) != 0
+            alpha, beta = tl.load(floats), tl.load(floats + 1)
             panel = panels + now * (S * P)
             if kind == _GRAM:
-                _gram(panel, out, D, N, S, P, BM, BN, BK, DTYPE, INTERPRETED)
+                _gram(panel, out, depth, length, D, S, P, BM, BN, BK, DTYPE, INTERPRETED)
             elif kind == _ELEMENT:
-                _element(left, out, alpha, diagonal, D, S, BM, BN, DTYPE, INTERPRETED)
+                diagonal = tl.load(floats + 2)
+                _element(left, out, depth, alpha, diagonal, D, S, BM, BN, DTYPE, INTERPRETED)
             elif kind == _PRODUCT:
                 _product(
-                    left, right, added, out, apart, alpha, beta,
+                    left, right, added, out, depth, apart, alpha, beta,
                     D, S, BM, BN, BK, DTYPE, INTERPRETED,
                 )
             else:
                 _apply(
-                    left, panel, panels + (1 - now) * (S * P), OUT + at, i + 1 == ops, apart,
-                    beta, scale, D, N, LD, ND, S, P, BM, BN, BK, DTYPE, RESULT, INTERPRETED,
+                    left, panel, panels + (1 - now) * (S * P), OUT + at,
+                    depth, length, i + 1 == ops, apart, beta, scale,
+                    D, N, TALL, S, P, BM, BN, BK, DTYPE, RESULT, INTERPRETED,
                 )
                 now = 1 - now
+            tl.debug_barrier()
+        if TALL:
+            _leave(
+                panels + now * (S * P), OUT + at, depth, length, scale,
+                D, N, P, BN, RESULT, INTERPRETED,
+            )
             tl.debug_barrier()

@@ -2,13 +2,25 @@
 
 import math
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from muonsplit.dialect import Arithmetic
 from muonsplit.errors import InputError, UsageError
+
+Backend = Literal["torch", "triton"]
+
+
+def backend(value: Any) -> None:
+    """Refuses what is no backend.
+
+    Raises:
+        UsageError: If it is none.
+    """
+    if value not in get_args(Backend):
+        raise UsageError(f"backend must be 'torch' or 'triton', got {repr(value)[:60]}.")
 
 
 def arithmetic(value: Any) -> None:

@@ -40,6 +40,18 @@ def result_dtype(X: Tensor, arithmetic: Arithmetic) -> torch.dtype:
     return arithmetic.dtype_on(X.device)
 
 
+def norm_dtype(X: Tensor, arithmetic: Arithmetic) -> torch.dtype:
+    """The dtype that blocks are normalised in."""
+    dtype = arithmetic.dtype_on(X.device)
+    # float16 ends at 65504, where a finite norm is easily infinite.
+    named = {
+        "input": torch.float32 if X.dtype is torch.float16 else X.dtype,
+        "compute": dtype,
+        "float32": torch.float32,
+    }[arithmetic.norm_dtype]
+    return torch.float64 if dtype is torch.float64 else named
+
+
 def entered(X: Tensor, dtype: torch.dtype, arithmetic: Arithmetic) -> Tensor:
     """Numbers rounded to a dtype, in the dtype that holds them; the argument is left alone."""
     held = X.to(carrier(dtype, X, arithmetic))

@@ -7,14 +7,16 @@ from muonsplit.dialect import Arithmetic
 from muonsplit.dialect.coefficients import schedule
 from muonsplit.errors import InputError
 from muonsplit.newton_schulz import refuse
+from muonsplit.newton_schulz.accelerated import accelerated
 from muonsplit.newton_schulz.fast import may_share, orthogonalize_into
 from muonsplit.newton_schulz.gram import gram, on_gram
 from muonsplit.newton_schulz.normalize import normalize
 from muonsplit.newton_schulz.products import step
-from muonsplit.newton_schulz.rounding import entered, result_dtype, rounding
+from muonsplit.newton_schulz.refuse import Backend
+from muonsplit.newton_schulz.rounding import entered, norm_dtype, result_dtype, rounding
 
 
-def newton_schulz(X_BMN: Tensor, arithmetic: Arithmetic) -> Tensor:
+def newton_schulz(X_BMN: Tensor, arithmetic: Arithmetic, backend: Backend = "torch") -> Tensor:
     """Orthogonalises every block of a batch, without the scale.
 
     On a CPU, for one dtype below float64 and one form, a block's result depends on its own bits
@@ -24,6 +26,9 @@ def newton_schulz(X_BMN: Tensor, arithmetic: Arithmetic) -> Tensor:
     Args:
         X_BMN: Blocks, shape ``[B, M, N]``, floating point, M and N at least 1.
         arithmetic: Coefficients, form, dtypes and normalisation.
+        backend: ``torch``, or ``triton`` for the kernel of :mod:`muonsplit.kernels`, whose bits
+            are a block's own on every device. What it cannot do is an error: nothing else runs in
+            its place.
 
     Returns:
         Shape ``[B, M, N]``, in the dtype of the iteration or of the pre-cast; float32 where that
@@ -31,12 +36,16 @@ def newton_schulz(X_BMN: Tensor, arithmetic: Arithmetic) -> Tensor:
 
     Raises:
         InputError: If the batch is not 3-D, empty, or not dense floating point, or requires grad.
-        UsageError: If the arithmetic names no known coefficient set.
+        UsageError: If the arithmetic names no known coefficient set, the backend is unknown, or
+            triton is missing or too old.
     """
     refuse.arithmetic(arithmetic)
     refuse.tensor("X_BMN, a floating-point batch [blocks, rows, columns],", X_BMN, (3,))
     if 0 in X_BMN.shape:
         raise InputError(f"X_BMN, a floating-point batch, is empty: {tuple(X_BMN.shape)}.")
+    refuse.backend(backend)
+    if backend == "triton":
+        return accelerated(X_BMN, arithmetic)
     if arithmetic.form == "fast":
         result = torch.empty_like(
             X_BMN, dtype=arithmetic.dtype_on(X_BMN.device), memory_format=torch.contiguous_format
@@ -53,9 +62,9 @@ def _iterate(X: Tensor, arithmetic: Arithmetic) -> Tensor:
     right = tall and arithmetic.tall == "right"
     flipped = tall and not right
     dtype, steps = arithmetic.dtype_on(X.device), schedule(arithmetic)
-    norm_dtype = _norm_dtype(X, arithmetic)
-    X = _normalized(X, flipped, norm_dtype, arithmetic)
-    if norm_dtype is not dtype:
+    normed = norm_dtype(X, arithmetic)
+    X = _normalized(X, flipped, normed, arithmetic)
+    if normed is not dtype:
         X = entered(X, dtype, arithmetic)
     q = rounding(dtype, X, arithmetic)
     if arithmetic.tall == "transpose_copy":
@@ -79,14 +88,3 @@ def _normalized(X: Tensor, flipped: bool, dtype: torch.dtype, arithmetic: Arithm
     q = rounding(dtype, X, arithmetic)
     X = entered(X, dtype, arithmetic).contiguous()
     return normalize(X.mT if flipped else X, arithmetic, q)
-
-
-def _norm_dtype(X: Tensor, arithmetic: Arithmetic) -> torch.dtype:
-    dtype = arithmetic.dtype_on(X.device)
-    # float16 ends at 65504, where a finite norm is easily infinite.
-    named = {
-        "input": torch.float32 if X.dtype is torch.float16 else X.dtype,
-        "compute": dtype,
-        "float32": torch.float32,
-    }[arithmetic.norm_dtype]
-    return torch.float64 if dtype is torch.float64 else named
