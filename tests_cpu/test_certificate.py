@@ -207,7 +207,9 @@ def test_the_statement_is_in_totos(written: dict[str, str]) -> None:
 
 def test_what_could_not_tell_is_a_warning(partial: Certificate, tmp_path: Path) -> None:
     # Nothing was found against it, but not all was asked.
-    assert statement(partial)["predicate"]["result"] == "WARNED"
+    document = statement(partial)
+    assert document["predicate"]["result"] == "WARNED"
+    assert ours(document)["verdict"] == ours(document)["summary"][0]["verdict"] == "inconclusive"
     (model,) = partial.models
     first, *rest = model.results
     unsure = replace(first, status="undecided", reason="too coarse")
@@ -275,9 +277,9 @@ def test_volatile_fields_exist(written: dict[str, str]) -> None:
             assert at(document, tuple(int(k) if k.isdigit() else k for k in keys)) is not None
 
 
-def test_what_was_measured_and_on_what_is_volatile(written: dict[str, str]) -> None:
+def test_what_was_measured_and_on_what_is_volatile(of_two: Certificate) -> None:
     at_models = [f"/predicate/muonsplit/models/{m}/{part}" for m in (0, 1) for part in MEASURED]
-    assert ours(json.loads(written["of two"]))["volatile"] == [
+    assert ours(statement(of_two))["volatile"] == [
         "/predicate/muonsplit/environment",
         "/predicate/muonsplit/footer/digest",
         *at_models,
@@ -285,9 +287,9 @@ def test_what_was_measured_and_on_what_is_volatile(written: dict[str, str]) -> N
 
 
 def test_the_digest_of_a_dialect_is_that_of_its_split_and_its_arithmetic(
-    written: dict[str, str],
+    violating: Certificate,
 ) -> None:
-    document = json.loads(written["violating"])
+    document = statement(violating)
     dialect = ours(document)["dialect"]
     text = canonical({part: dialect[part] for part in ("arithmetic", "split")}).removesuffix("\n")
     (found,) = [p for p in document["predicate"]["configuration"] if "dialect" in p["name"]]

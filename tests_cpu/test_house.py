@@ -12,7 +12,7 @@ PACKAGE = Path(muonsplit.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 _CORE = {"errors", "layout", "dialect", "newton_schulz", "muon"}
-_DRIVEN = {*_CORE, "geometry", "models", "observe", "subjects"}
+_DRIVEN = {*_CORE, "kernels", "geometry", "models", "observe", "subjects"}
 # What each part of the package may import besides itself. geometry, truth and
 # observe, the three answers, never import each other.
 MAY_IMPORT = {
@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "files": set[str](),
     "observe": _CORE,
     "recognition": {"errors", "layout", "dialect", "geometry", "truth", "models", "files"},
-    "subjects": {*_CORE, "models"},
+    "subjects": {*_CORE, "models", "kernels"},
     "checks": {*_DRIVEN, "truth", "recognition"},
     "certificate": {*_DRIVEN, "truth", "recognition", "checks", "files"},
     "faulty": {*_DRIVEN, "checks", "certificate"},

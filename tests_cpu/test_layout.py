@@ -408,6 +408,24 @@ def test_other_fields_are_checked(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"segments": None}, "A layout needs a tuple of segments, got None."),
+        ({"segments": (7,)}, "A segment is (role, heads, width), got 7."),
+        ({"segments": (("q", 0, 2),)}, "heads of 'q' must be a positive integer, got 0."),
+        ({"segments": (("q", 2, True),)}, "width of 'q' must be a positive integer, got True."),
+        ({"groups": 0}, "groups must be a positive integer, got 0."),
+        ({"axis": 2}, "A layout cuts axis 0 or 1, got axis=2."),
+        ({"joined": 1}, "joined is true or false, got 1."),
+    ],
+)
+def test_a_refusal_names_the_field_and_its_value(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(LayoutError) as raised:
+        Layout(**{"segments": (Segment("q", 2, 2),), **fields})
+    assert str(raised.value) == said
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "q 32x128",

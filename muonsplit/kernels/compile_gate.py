@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,9 @@ def compiled(shape: Shape, architecture: str, entry: Tile | None = None) -> Comp
     Raises:
         RuntimeError: If it does not compile.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
+    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
+
+    triton: Any = import_module("triton")
 
     entry = entry or tile(shape.rows, shape.cols, shape.dtype, architecture)
     kind, _, number = architecture.partition("_")
@@ -133,7 +135,7 @@ def compiled(shape: Shape, architecture: str, entry: Tile | None = None) -> Comp
 
 
 def _source(shape: Shape, entry: Tile) -> Any:
-    from triton.compiler import ASTSource
+    from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
     from muonsplit.kernels.kernel import newton_schulz_kernel
 
@@ -155,9 +157,7 @@ def _source(shape: Shape, entry: Tile) -> Any:
 
 
 def _looked_at_nvidia(made: Any, shape: Shape, entry: Tile) -> tuple[int, int, int, int, bool, str]:
-    import triton
-
-    binaries = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    binaries = Path(str(import_module("triton").__file__)).parent / "backends" / "nvidia" / "bin"
     cubin: bytes = made.asm["cubin"]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
@@ -225,13 +225,11 @@ def main() -> None:
     """Compiles everything, prints the table, and writes the lock file that is named."""
     import sys
 
-    import triton
-
     found = [compiled(shape, a) for a in ARCHITECTURES for shape in shapes(a)]
     print(table(found))
     for path in map(Path, sys.argv[1:]):
         locks = json.loads(path.read_text()) if path.exists() else {}
-        locks[triton.__version__] = digests(found)
+        locks[metadata.version("triton")] = digests(found)
         path.write_text(json.dumps(locks, indent=1, sort_keys=True) + "\n")
 
 

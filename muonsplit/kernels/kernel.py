@@ -18,15 +18,18 @@ patterns, and a cast truncates.
 
 # Arguments stand in groups; triton.jit compares types with == and needs its branches.
 # fmt: off
-# ruff: noqa: SIM300, RET505
+# ruff: noqa: SIM300, SIM102, RET505
 import triton
 import triton.language as tl
 
 # Whether these functions were made for the interpreter: TRITON_INTERPRET=1 when this was imported.
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
+# The interpreter prepares every call of its own functions anew, which takes longer than the call.
+_part = (lambda function: function) if INTERPRETED else triton.jit
+
 # An operation is as many integers and as many floats in the tables.
-_INTEGERS = tl.constexpr(6)
+_INTEGERS = tl.constexpr(7)
 _FLOATS = tl.constexpr(3)
 # muonsplit.kernels.program.Kind
 _GRAM = tl.constexpr(0)
@@ -36,7 +39,7 @@ _PRODUCT = tl.constexpr(2)
 _ROWS = tl.constexpr(16)
 
 
-@triton.jit
+@_part
 def _rounded(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """x, float32, rounded to the nearest number of a dtype; float32."""
     if DTYPE == tl.float32:
@@ -49,20 +52,20 @@ def _rounded(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
         return x.to(DTYPE).to(tl.float32)
 
 
-@triton.jit
+@_part
 def _dot(left, right, acc, INTERPRETED: tl.constexpr):
     if INTERPRETED:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, acc, input_precision="ieee")
 
 
-@triton.jit
+@_part
 def _whole(size, TILE: tl.constexpr):
     """A size in whole tiles."""
     return (size + TILE - 1) // TILE * TILE
 
 
-@triton.jit
+@_part
 def _divisor(
     X, factor, epsilon, depth, length,
     D: tl.constexpr, N: tl.constexpr, LD: tl.constexpr, ND: tl.constexpr, BN: tl.constexpr,
@@ -70,7 +73,7 @@ def _divisor(
 ):
     """What a block is divided by: its norm with factor and ε; one for a zero block."""
     rows, cols = tl.arange(0, _ROWS)[:, None], tl.arange(0, BN)[None, :]
-    squares = tl.zeros((_ROWS, BN), dtype=tl.float32)
+    squares = tl.full((_ROWS, BN), 0.0, tl.float32)
     for m in tl.range(0, depth, _ROWS, disable_licm=True):
         for n in tl.range(0, length, BN, disable_licm=True):
             inside = (m + rows < D) & (n + cols < N)
@@ -86,7 +89,7 @@ def _divisor(
     return tl.where(norm == 0.0, 1.0, norm)
 
 
-@triton.jit
+@_part
 def _enter(
     X, Y, divisor, depth, length,
     D: tl.constexpr, N: tl.constexpr, LD: tl.constexpr, ND: tl.constexpr,
@@ -100,12 +103,12 @@ def _enter(
             inside = (m + rows < D) & (n + cols < N)
             x = tl.load(X + (m + rows) * LD + (n + cols) * ND, mask=inside, other=0.0)
             x = _rounded(x.to(tl.float32), NORM, INTERPRETED)
-            x = tl.where(inside, tl.div_rn(x, divisor + tl.zeros_like(x)), 0.0)
+            x = tl.where(inside, tl.div_rn(x, tl.full((_ROWS, BN), divisor, tl.float32)), 0.0)
             x = _rounded(_rounded(x, NORM, INTERPRETED), DTYPE, INTERPRETED)
             tl.store(Y + (m + rows) * P + n + cols, x.to(DTYPE))
 
 
-@triton.jit
+@_part
 def _gram(
     Y, A, depth, length,
     D: tl.constexpr, S: tl.constexpr, P: tl.constexpr,
@@ -116,7 +119,7 @@ def _gram(
     rows, cols, inner = tl.arange(0, BM)[:, None], tl.arange(0, BN), tl.arange(0, BK)[None, :]
     for m in tl.range(0, depth, BM, disable_licm=True):
         for n in tl.range(0, depth, BN, disable_licm=True):
-            acc = tl.zeros((BM, BN), dtype=tl.float32)
+            acc = tl.full((BM, BN), 0.0, tl.float32)
             for k in range(0, length, BK):
                 left = tl.load(Y + (m + rows) * P + k + inner)
                 at = Y + (n + cols[:, None]) * P + k + inner
@@ -130,7 +133,7 @@ def _gram(
             tl.store(at, _rounded(acc, DTYPE, INTERPRETED).to(DTYPE))
 
 
-@triton.jit
+@_part
 def _element(
     A, B, depth, alpha, diagonal,
     D: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -147,7 +150,7 @@ def _element(
             tl.store(B + at, x.to(DTYPE))
 
 
-@triton.jit
+@_part
 def _sum(C, at, acc, apart, alpha, beta, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """βC + α·acc, rounded once or in parts; C is not read where β is zero."""
     c = tl.load(C + at, mask=tl.zeros_like(acc) + beta != 0.0, other=0.0).to(tl.float32)
@@ -159,7 +162,7 @@ def _sum(C, at, acc, apart, alpha, beta, DTYPE: tl.constexpr, INTERPRETED: tl.co
     return _rounded(result, DTYPE, INTERPRETED)
 
 
-@triton.jit
+@_part
 def _product(
     L, R, C, OUT, depth, apart, alpha, beta,
     D: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -170,7 +173,7 @@ def _product(
     inner = tl.arange(0, BK)
     for m in tl.range(0, depth, BM, disable_licm=True):
         for n in tl.range(0, depth, BN, disable_licm=True):
-            acc = tl.zeros((BM, BN), dtype=tl.float32)
+            acc = tl.full((BM, BN), 0.0, tl.float32)
             for k in range(0, depth, BK):
                 left = tl.load(L + (m + rows) * S + k + inner[None, :])
                 right = tl.load(R + (k + inner[:, None]) * S + n + cols)
@@ -180,7 +183,7 @@ def _product(
             tl.store(OUT + at, x.to(DTYPE))
 
 
-@triton.jit
+@_part
 def _apply(
     Q, Y, NEXT, OUT, depth, length, last, apart, beta, scale,
     D: tl.constexpr, N: tl.constexpr, TALL: tl.constexpr,
@@ -192,7 +195,7 @@ def _apply(
     inner = tl.arange(0, BK)
     for n in tl.range(0, length, BN, disable_licm=True):
         for m in tl.range(0, depth, BM, disable_licm=True):
-            acc = tl.zeros((BM, BN), dtype=tl.float32)
+            acc = tl.full((BM, BN), 0.0, tl.float32)
             for k in range(0, depth, BK):
                 left = tl.load(Q + (m + rows) * S + k + inner[None, :])
                 right = tl.load(Y + (k + inner[:, None]) * P + n + cols)
@@ -207,7 +210,7 @@ def _apply(
                 tl.store(OUT + (m + rows) * N + n + cols, x.to(RESULT), mask=inside)
 
 
-@triton.jit
+@_part
 def _leave(
     Y, OUT, depth, length, scale,
     D: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr,
@@ -221,6 +224,45 @@ def _leave(
             x = tl.load(Y + (m + rows) * P + n + cols, mask=inside, other=0.0).to(tl.float32)
             x = _rounded(scale * _rounded(x, RESULT, INTERPRETED), RESULT, INTERPRETED)
             tl.store(OUT + m + rows + (n + cols) * D, x.to(RESULT), mask=inside)
+
+
+@_part
+def _operate(
+    integers, floats, MATRICES, PANELS, OUT, last, depth, length, scale,
+    D: tl.constexpr, N: tl.constexpr, TALL: tl.constexpr, S: tl.constexpr, P: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DTYPE: tl.constexpr, RESULT: tl.constexpr, INTERPRETED: tl.constexpr,
+):
+    """One operation; the last one also writes the result."""
+    kind = tl.load(integers)
+    out = MATRICES + tl.load(integers + 1) * (S * S)
+    left = MATRICES + tl.load(integers + 2) * (S * S)
+    apart = tl.load(integers + 5) != 0
+    now = tl.load(integers + 6)
+    panel = PANELS + now * (S * P)
+    alpha, beta = tl.load(floats), tl.load(floats + 1)
+    if kind == _GRAM:
+        _gram(panel, out, depth, length, D, S, P, BM, BN, BK, DTYPE, INTERPRETED)
+    elif kind == _ELEMENT:
+        diagonal = tl.load(floats + 2)
+        _element(left, out, depth, alpha, diagonal, D, S, BM, BN, DTYPE, INTERPRETED)
+    elif kind == _PRODUCT:
+        right = MATRICES + tl.load(integers + 3) * (S * S)
+        added = MATRICES + tl.load(integers + 4) * (S * S)
+        _product(
+            left, right, added, out, depth, apart, alpha, beta,
+            D, S, BM, BN, BK, DTYPE, INTERPRETED,
+        )
+    else:
+        following = PANELS + (1 - now) * (S * P)
+        _apply(
+            left, panel, following, OUT, depth, length, last, apart, beta, scale,
+            D, N, TALL, S, P, BM, BN, BK, DTYPE, RESULT, INTERPRETED,
+        )
+        if TALL:
+            if last:
+                tl.debug_barrier()
+                _leave(following, OUT, depth, length, scale, D, N, P, BN, RESULT, INTERPRETED)
 
 
 @triton.jit(do_not_specialize=["blocks", "ops", "depth", "length"])
@@ -255,38 +297,10 @@ def newton_schulz_kernel(
         )
         # Other threads of this program read what these have written.
         tl.debug_barrier()
-        now = 0
         for i in tl.range(0, ops, disable_licm=True):
-            integers, floats = INTEGERS + i * _INTEGERS, FLOATS + i * _FLOATS
-            kind = tl.load(integers)
-            out = matrices + tl.load(integers + 1) * (S * S)
-            left = matrices + tl.load(integers + 2) * (S * S)
-            right = matrices + tl.load(integers + 3) * (S * S)
-            added = matrices + tl.load(integers + 4) * (S * S)
-            apart = tl.load(integers + 5) != 0
-            alpha, beta = tl.load(floats), tl.load(floats + 1)
-            panel = panels + now * (S * P)
-            if kind == _GRAM:
-                _gram(panel, out, depth, length, D, S, P, BM, BN, BK, DTYPE, INTERPRETED)
-            elif kind == _ELEMENT:
-                diagonal = tl.load(floats + 2)
-                _element(left, out, depth, alpha, diagonal, D, S, BM, BN, DTYPE, INTERPRETED)
-            elif kind == _PRODUCT:
-                _product(
-                    left, right, added, out, depth, apart, alpha, beta,
-                    D, S, BM, BN, BK, DTYPE, INTERPRETED,
-                )
-            else:
-                _apply(
-                    left, panel, panels + (1 - now) * (S * P), OUT + at,
-                    depth, length, i + 1 == ops, apart, beta, scale,
-                    D, N, TALL, S, P, BM, BN, BK, DTYPE, RESULT, INTERPRETED,
-                )
-                now = 1 - now
-            tl.debug_barrier()
-        if TALL:
-            _leave(
-                panels + now * (S * P), OUT + at, depth, length, scale,
-                D, N, P, BN, RESULT, INTERPRETED,
+            _operate(
+                INTEGERS + i * _INTEGERS, FLOATS + i * _FLOATS, matrices, panels, OUT + at,
+                i + 1 == ops, depth, length, scale,
+                D, N, TALL, S, P, BM, BN, BK, DTYPE, RESULT, INTERPRETED,
             )
             tl.debug_barrier()

@@ -3,13 +3,14 @@
 from collections import Counter
 from functools import lru_cache
 from importlib import metadata
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from muonsplit.errors import InputError, UsageError
-from muonsplit.kernels.program import Ends, Program
+from muonsplit.kernels.program import Ends, Kind, Program
 from muonsplit.kernels.tiles import ARCHITECTURES, INTERPRETER, Tile, tile
 
 OLDEST = (3, 6)
@@ -67,9 +68,8 @@ def launch(
     fixed = constants(rows, cols, program, ends, entry, interpreted=where == INTERPRETER)
     count = min(blocks, programs or _held(X.device, entry))
     short, S, P = fixed["D"], fixed["S"], fixed["P"]
-    scratch = {"dtype": ends.dtype, "device": X.device}
-    matrices = torch.empty((count, program.slots, S, S), **scratch)
-    panels = torch.empty((count, 2, S, P), **scratch)
+    matrices = X.new_empty((count, program.slots, S, S), dtype=ends.dtype)
+    panels = X.new_empty((count, 2, S, P), dtype=ends.dtype)
     out = torch.empty_like(X, dtype=ends.result)
     numbers = (blocks, len(program.ops), short, fixed["N"], ends.factor, ends.epsilon, ends.scale)
     newton_schulz_kernel[(count,)](
@@ -93,7 +93,7 @@ def constants(
         entry: The tile.
         interpreted: Whether the interpreter runs it.
     """
-    import triton.language as tl
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
 
     names = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
     short, long = sorted((rows, cols))
@@ -129,8 +129,17 @@ def padded(size: int, multiple: int) -> int:
 
 @lru_cache(maxsize=256)
 def tables(program: Program, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A program as the kernel reads it: integers ``[ops, 6]`` and floats ``[ops, 3]``."""
-    integers = [[o.kind, o.out, o.left, o.right, o.added, o.apart] for o in program.ops]
+    """A program as the kernel reads it.
+
+    Returns:
+        Integers ``[ops, 7]``: kind, slots, ``apart``, and which of two panels is the last one;
+        and floats ``[ops, 3]``: α, β, δ.
+    """
+    panels = accumulate((op.kind is Kind.APPLY for op in program.ops), initial=0)
+    integers = [
+        [o.kind, o.out, o.left, o.right, o.added, o.apart, panel % 2]
+        for o, panel in zip(program.ops, panels, strict=False)
+    ]
     floats = [[o.alpha, o.beta, o.diagonal] for o in program.ops]
     return (
         torch.tensor(integers, dtype=torch.int32, device=device),

@@ -31,7 +31,8 @@ def run(X_BMN: Tensor, program: Program, ends: Ends) -> Tensor:
         UsageError: If triton is missing or too old.
         InputError: If the device, a dtype or the short side of a block is none of the kernel's.
     """
-    tile(*X_BMN.shape[1:], ends.dtype, architecture(X_BMN.device))
+    _, rows, cols = X_BMN.shape
+    tile(rows, cols, ends.dtype, architecture(X_BMN.device))
     for name, dtype in (("input", X_BMN.dtype), ("norm", ends.norm), ("result", ends.result)):
         if dtype not in DTYPES:
             names = ", ".join(map(str, DTYPES))
@@ -55,15 +56,8 @@ def _run(
     epsilon: float,
     scale: float,
 ) -> Tensor:
-    ops = tuple(
-        Op(
-            Kind(integers[6 * i]),
-            *integers[6 * i + 1 : 6 * i + 5],
-            bool(integers[6 * i + 5]),
-            *floats[3 * i : 3 * i + 3],
-        )
-        for i in range(len(floats) // 3)
-    )
+    numbers = zip(*[iter(integers)] * 6, strict=True), zip(*[iter(floats)] * 3, strict=True)
+    ops = tuple(_op(*each, *rest) for each, rest in zip(*numbers, strict=True))
     ends = Ends(dtype, norm, result, clamp, factor, epsilon, scale)
     return launch(X, Program(ops, slots), ends)
 
@@ -83,3 +77,17 @@ def _(
     scale: float,
 ) -> Tensor:
     return torch.empty_like(X, dtype=result, memory_format=torch.contiguous_format)
+
+
+def _op(
+    kind: int,
+    out: int,
+    left: int,
+    right: int,
+    added: int,
+    apart: int,
+    alpha: float,
+    beta: float,
+    diagonal: float,
+) -> Op:
+    return Op(Kind(kind), out, left, right, added, bool(apart), alpha, beta, diagonal)

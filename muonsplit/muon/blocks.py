@@ -10,6 +10,8 @@ from muonsplit.dialect import Arithmetic
 from muonsplit.errors import InputError, LayoutError
 from muonsplit.layout import Layout
 from muonsplit.newton_schulz import (
+    Backend,
+    accelerated,
     newton_schulz,
     orthogonalize_into,
     refuse,
@@ -80,7 +82,10 @@ def orthogonalize(update: Tensor, layout: Layout | None, arithmetic: Arithmetic)
 
 
 def directions(
-    updates: Sequence[Tensor], layouts: Sequence[Layout | None], arithmetic: Arithmetic
+    updates: Sequence[Tensor],
+    layouts: Sequence[Layout | None],
+    arithmetic: Arithmetic,
+    backend: Backend = "torch",
 ) -> list[Direction]:
     """:func:`orthogonalize` on many weights; equal blocks of all of them are one batch.
 
@@ -88,57 +93,63 @@ def directions(
         updates: What momentum made of the gradients.
         layouts: One for each.
         arithmetic: What is computed on a block.
+        backend: As :func:`muonsplit.newton_schulz.newton_schulz` takes it.
     """
     refuse.arithmetic(arithmetic)
+    refuse.backend(backend)
     if len(updates) != len(layouts):
         raise InputError(f"There are {len(updates)} updates and {len(layouts)} layouts.")
     for update, layout in zip(updates, layouts, strict=True):
         refuse.tensor("update", update, (2, 3))
         refuse_layout("layout", layout)
     with torch.no_grad():
-        return _directions(updates, layouts, arithmetic)
+        return _directions(updates, layouts, arithmetic, backend)
 
 
 def _directions(
-    updates: Sequence[Tensor], layouts: Sequence[Layout | None], arithmetic: Arithmetic
+    updates: Sequence[Tensor],
+    layouts: Sequence[Layout | None],
+    arithmetic: Arithmetic,
+    backend: Backend,
 ) -> list[Direction]:
     weights = [_Weight(u, layout) for u, layout in zip(updates, layouts, strict=True)]
     alike: dict[tuple[object, ...], list[tuple[_Weight, int]]] = {}
     for weight in weights:
         for i, batch in enumerate(weight.batches):
-            key = (*batch.shape[-2:], batch.dtype, batch.device)
+            factor = weight.inner_factor(batch.shape[-2:], arithmetic)
+            key = (*batch.shape[-2:], batch.dtype, batch.device, factor)
             alike.setdefault(key, []).append((weight, i))
-    for places in alike.values():
-        for (weight, i), result in zip(places, _orthogonalized(places, arithmetic), strict=True):
-            weight.batches[i] = _scaled(result, weight, arithmetic)
+    for (*_, factor), places in alike.items():
+        assert isinstance(factor, float)
+        found = _orthogonalized(places, arithmetic, backend, factor)
+        for (weight, i), result in zip(places, found, strict=True):
+            weight.batches[i] = _left(result, weight, arithmetic)
     return [weight.direction(arithmetic) for weight in weights]
 
 
 def _orthogonalized(
-    places: Sequence[tuple["_Weight", int]], arithmetic: Arithmetic
+    places: Sequence[tuple["_Weight", int]], arithmetic: Arithmetic, backend: Backend, factor: float
 ) -> Sequence[Tensor]:
-    """Batches of blocks of one shape, orthogonalised together."""
+    """Batches of blocks of one shape, orthogonalised together, times what goes on the update."""
     sources = [weight.batches[i] for weight, i in places]
-    if arithmetic.form == "fast":
-        targets = [weight.target(i, arithmetic) for weight, i in places]
-        orthogonalize_into(sources, targets, arithmetic)
-        return targets
-    if len(sources) == 1:
-        return [newton_schulz(sources[0], arithmetic)]
-    return newton_schulz(torch.cat(sources), arithmetic).split([len(s) for s in sources])
-
-
-def _scaled(result: Tensor, weight: "_Weight", arithmetic: Arithmetic) -> Tensor:
-    """Blocks with the part of their scale that goes on the update, rounded as there."""
-    factor = weight.factor(result.shape[-2:], arithmetic)
-    if arithmetic.scale_on == "result":
-        return result.to(weight.update.dtype).mul_(factor)
-    if arithmetic.scale_on != "update":
-        if arithmetic.scale_per != "block_on_matrix":
-            return result
-        factor /= weight.matrix_factor(arithmetic)
+    if arithmetic.form == "fast" and backend == "torch":
+        found = [weight.target(i, arithmetic) for weight, i in places]
+        orthogonalize_into(sources, found, arithmetic)
+    else:
+        together = sources[0] if len(sources) == 1 else torch.cat(sources)
+        if backend == "triton":
+            return accelerated(together, arithmetic, factor).split([len(s) for s in sources])
+        found = newton_schulz(together, arithmetic).split([len(s) for s in sources])
     if factor != 1.0:
-        result = rounding_of(result, arithmetic)(result.mul_(factor))
+        found = [rounding_of(x, arithmetic)(x.mul_(factor)) for x in found]
+    return found
+
+
+def _left(result: Tensor, weight: "_Weight", arithmetic: Arithmetic) -> Tensor:
+    """Blocks as they leave: in the weight's dtype where all of the scale is on them."""
+    if arithmetic.scale_on == "result":
+        factor = weight.factor(result.shape[-2:], arithmetic)
+        return result.to(weight.update.dtype).mul_(factor)
     return result.to(weight.update.dtype) if arithmetic.scale_on == "update" else result
 
 
@@ -171,6 +182,14 @@ class _Weight:
         if arithmetic.scale_per == "matrix":
             return self.matrix_factor(arithmetic)
         return scale_factor(arithmetic, *shape)
+
+    def inner_factor(self, shape: Sequence[int], arithmetic: Arithmetic) -> float:
+        """The part of it that goes on the update, in the dtype of the iteration."""
+        if arithmetic.scale_on == "update":
+            return self.factor(shape, arithmetic)
+        if arithmetic.scale_on != "result" and arithmetic.scale_per == "block_on_matrix":
+            return self.factor(shape, arithmetic) / self.matrix_factor(arithmetic)
+        return 1.0
 
     def matrix_factor(self, arithmetic: Arithmetic) -> float:
         """The scale of the whole matrix, output × input."""

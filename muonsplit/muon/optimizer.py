@@ -14,11 +14,13 @@ from muonsplit.muon import checked
 from muonsplit.muon.blocks import Direction, directions
 from muonsplit.muon.momentum import advance_momentum
 from muonsplit.muon.step import apply_
+from muonsplit.newton_schulz import Backend, refuse
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
-# Elements whose updates are held at once; more weights than that are stepped in turn.
-_AT_ONCE = 1 << 26
+# Elements whose updates are held at once; more weights than that are stepped in turn. A kernel is
+# launched once for each shape among them.
+_AT_ONCE: Mapping[Backend, int] = {"torch": 1 << 26, "triton": 1 << 31}
 
 
 class PerHeadMuon(torch.optim.Optimizer):
@@ -34,6 +36,8 @@ class PerHeadMuon(torch.optim.Optimizer):
         dialect: A dialect or its name; its arithmetic is used.
         fast: Whether to compute in float32 and in whatever order is quickest: the dialect's
             numbers up to rounding, not its bits.
+        backend: ``torch``, or ``triton``: one launch for all blocks of one shape, whose bits are a
+            block's own on every device; see :mod:`muonsplit.kernels`.
         lr: Learning rate of the Muon weights.
         momentum: Momentum coefficient in [0, 1).
         weight_decay: Decoupled decay: p ← p·(1 − lr·weight_decay) before the update.
@@ -45,6 +49,7 @@ class PerHeadMuon(torch.optim.Optimizer):
         InputError: If a hyperparameter is out of range, a parameter has no name, a name in
             ``layouts`` is no parameter, a layout does not fit its weight, or a parameter is
             complex, integer, sparse or no leaf.
+        UsageError: If the dialect or backend is unknown.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class PerHeadMuon(torch.optim.Optimizer):
         *,
         dialect: Dialect | str = DEFAULT_DIALECT,
         fast: bool = False,
+        backend: Backend = "torch",
         lr: float = 0.02,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
@@ -63,6 +69,8 @@ class PerHeadMuon(torch.optim.Optimizer):
     ) -> None:
         arithmetic = checked.dialect(dialect).arithmetic
         self.arithmetic = arithmetic.fastest() if fast else arithmetic
+        refuse.backend(backend)
+        self.backend: Backend = backend
         self.layouts = checked.layouts(layouts)
         defaults = {
             "lr": lr,
@@ -169,10 +177,11 @@ class PerHeadMuon(torch.optim.Optimizer):
             names: Weights in ``layouts``.
             updates: What momentum made of their gradients, one a name.
         """
-        return directions(updates, [self.layouts[n] for n in names], self.arithmetic)
+        layouts = [self.layouts[name] for name in names]
+        return directions(updates, layouts, self.arithmetic, self.backend)
 
     def _muon(self, named: list[tuple[str, Tensor]], group: dict[str, Any]) -> None:
-        for some in _batched(named):
+        for some in _batched(named, _AT_ONCE[self.backend]):
             updates = [self._advanced(p, group["momentum"]) for _, p in some]
             found = self.orthogonalized([name for name, _ in some], updates)
             for (_, p), direction in zip(some, found, strict=True):
@@ -207,11 +216,13 @@ def _indices(state_dict: dict[str, Any]) -> Iterator[list[int]]:
     return (group["params"] for group in state_dict["param_groups"])
 
 
-def _batched(named: Sequence[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+def _batched(
+    named: Sequence[tuple[str, Tensor]], at_once: int
+) -> Iterator[list[tuple[str, Tensor]]]:
     """Consecutive weights whose updates may be held at once."""
     some: list[tuple[str, Tensor]] = []
     for name, p in named:
-        if some and sum(q.numel() for _, q in some) + p.numel() > _AT_ONCE:
+        if some and sum(q.numel() for _, q in some) + p.numel() > at_once:
             yield some
             some = []
         some.append((name, p))

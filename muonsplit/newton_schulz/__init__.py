@@ -14,16 +14,20 @@ in float64, then the lower precisions.
 
 from muonsplit.dialect.coefficients import COEFFICIENTS, Coefficients, schedule
 from muonsplit.newton_schulz import refuse
+from muonsplit.newton_schulz.accelerated import accelerated
 from muonsplit.newton_schulz.fast import orthogonalize_into
 from muonsplit.newton_schulz.oracle import polynomial, singular_value_oracle
+from muonsplit.newton_schulz.refuse import Backend
 from muonsplit.newton_schulz.rounding import Rounding, rounding, rounding_of
 from muonsplit.newton_schulz.run import newton_schulz
 from muonsplit.newton_schulz.scale import scale_factor
 
 __all__ = [
     "COEFFICIENTS",
+    "Backend",
     "Coefficients",
     "Rounding",
+    "accelerated",
     "newton_schulz",
     "orthogonalize_into",
     "polynomial",

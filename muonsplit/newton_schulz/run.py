@@ -69,7 +69,7 @@ def _iterate(X: Tensor, arithmetic: Arithmetic) -> Tensor:
     q = rounding(dtype, X, arithmetic)
     if arithmetic.tall == "transpose_copy":
         X = X.contiguous()
-    if steps and on_gram(*X.shape[-2:], arithmetic):
+    if steps and on_gram(X.size(-2), X.size(-1), arithmetic):
         left = "flipped" if flipped and arithmetic.tall == "transpose" else "left"
         side = "right" if right else left
         X = gram(X, steps, arithmetic.restarts, arithmetic.form, side, q)
