@@ -521,6 +521,12 @@ def test_another_key_flips_other_signs() -> None:
     assert not torch.equal(flip_row(g, 0, 0), flip_row(g, 0, 1))
 
 
+def test_a_row_of_one_element_is_flipped_too() -> None:
+    column = torch.ones(5, 1)
+    assert all(not torch.equal(flip_row(column, 2, seed), column) for seed in range(8))
+    assert all(not torch.equal(flip_column(column.mT, 2, seed), column.mT) for seed in range(8))
+
+
 LEGAL = {
     f"{form} {coefficients} {dtype}": Arithmetic(
         form="matmul" if form == "gram" else form,

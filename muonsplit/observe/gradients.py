@@ -84,8 +84,7 @@ def flip_column(gradient: Tensor, column: int, *key: object) -> Tensor:
 
 
 def _signs(count: int, *key: object) -> Tensor:
-    """Random signs, both of which occur."""
+    """Random signs, both of which occur; a single one is a change."""
     signs = torch.randint(0, 2, (count,), generator=generator(*key)) * 2.0 - 1
-    if count > 1:
-        signs[0], signs[-1] = 1.0, -1.0
+    signs[0], signs[-1] = 1.0, -1.0
     return signs
