@@ -1,6 +1,7 @@
 """Does the subject answer, and is it Muon where it should be?"""
 
 import torch
+from torch import Tensor
 
 from muonsplit.checks.case import Case
 from muonsplit.checks.registry import Finding, Findings, SkipError, UndecidedError, check
@@ -9,6 +10,10 @@ from muonsplit.observe.cut import Cut
 
 # Exact in every dtype, so that a scale-invariant update keeps its bits up to ε.
 _LOUDER = 16.0
+# Whatever grows with the gradient, be it by its fourth root, grows by more; what changes by less is
+# orthogonalised in another arithmetic, for which there are other checks.
+_GROWS = 2.0
+_NEXT_TO_NOTHING = 1e-3
 
 
 @check(
@@ -119,7 +124,6 @@ def muon(case: Case) -> Findings:
     # Only what Muon trains: how AdamW's gradients enter a common clipping is not asked here.
     larger = {d.name: case.gradients[d.name] * _LOUDER for d in case.plan.decisions}
     louder = case.probe({**case.gradients, **larger})
-    limits = case.rounding()
     for d in case.weights:
         update, again = case.update(d.name, base), case.update(d.name, louder)
         if not update.any():
@@ -130,12 +134,18 @@ def muon(case: Case) -> Findings:
             said = f"{_span(alone)} move alone: an elementwise update, as of AdamW or SGD"
             yield Finding(d.name, said, "trained by Muon", str(case.rows[d.name]))
             continue
-        change = float((again - update).norm() / update.norm())
-        if change > 2 * limits[d.name]:
+        grown = _grown(update, again)
+        if not grown <= _GROWS:
             said = "grows with the gradient: what is added is not orthogonalised"
-            yield Finding(
-                d.name, said, "scale-invariant", f"changes by {change:.3g}", {"change": change}
-            )
+            wanted = f"as large with {_LOUDER:g} times the gradient"
+            yield Finding(d.name, said, wanted, f"{grown:.3g} times", {"grown": grown})
+
+
+def _grown(update: Tensor, again: Tensor) -> float:
+    """By how much the norm of a row has grown, at most, among those that are not nothing."""
+    before, after = (x.view(-1, x.shape[-1]).norm(dim=1) for x in (update, again))
+    seen = before > _NEXT_TO_NOTHING * before.max()
+    return float((after[seen] / before[seen]).max())
 
 
 @check("routing.others", "embedding and output head are not orthogonalised")

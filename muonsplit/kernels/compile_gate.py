@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
@@ -214,11 +214,6 @@ def table(found: list[Compiled]) -> str:
 def digests(found: list[Compiled]) -> dict[str, str]:
     """Digests by architecture, block and tile, for the lock file."""
     return {f"{c.architecture} {c.shape.name} {c.tile.name}": c.digest for c in found}
-
-
-def changed(found: list[Compiled], lock: Mapping[str, str]) -> list[str]:
-    """Which of the lock file's binaries are others now, or are not in it."""
-    return [key for key, digest in digests(found).items() if lock.get(key) != digest]
 
 
 def main() -> None:

@@ -26,7 +26,6 @@ from muonsplit.kernels.tiles import Tile, tile
 
 # Kernels of the loop form beside its operations: the norm, and the division.
 _NORMALISATION = 2
-_FLOAT32 = 4  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,7 @@ def predict(
     executed, tiles, panels, matrices = (sum(column) for column in zip(*each, strict=True))
     programs = machine.multiprocessors * max(1, 8 // entry.warps)
     waves = -(-blocks // programs)
-    ends = short * long * (2 * _FLOAT32 + dtype.itemsize)
+    ends = short * long * (2 * torch.float32.itemsize + dtype.itemsize)
     # The last panel that is written stands for the one that enters: a wide block's is the result.
     # A tall block's is written, and read once more to be transposed.
     more = 2 * _panel(short, long, entry, dtype.itemsize) if rows > cols else 0
