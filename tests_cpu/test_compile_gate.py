@@ -39,7 +39,8 @@ def test_every_class_is_compiled_wide_and_tall() -> None:
     for architecture in ARCHITECTURES:
         wide = {(s.rows, s.dtype) for s in shapes(architecture) if s.rows < s.cols}
         tall = {(s.cols + 1, s.dtype) for s in shapes(architecture) if s.rows > s.cols}
-        assert wide == tall == set(classes(architecture))
+        assert wide >= set(classes(architecture))
+        assert tall == set(classes(architecture))
 
 
 @pytest.mark.aot

@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "truth": {"errors", "layout"},
     "models": {"errors"},
     "files": set[str](),
+    "benchmark": {*_CORE, "kernels"},
     "observe": _CORE,
     "recognition": {"errors", "layout", "dialect", "geometry", "truth", "models", "files"},
     "subjects": {*_CORE, "models", "kernels"},

@@ -13,8 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from muonsplit.dialect import Arithmetic
-from muonsplit.kernels.benchmark import (
+from muonsplit.benchmark import (
     GRAM,
     STANDARD,
     WAYS,
@@ -31,6 +30,7 @@ from muonsplit.kernels.benchmark import (
     table,
     whole,
 )
+from muonsplit.dialect import Arithmetic
 from muonsplit.kernels.named import NAMED, Matrix
 from muonsplit.newton_schulz import singular_value_oracle
 
@@ -149,7 +149,7 @@ def test_figures_are_kept_as_json() -> None:
 
 
 def test_without_a_device_it_says_so_in_one_line() -> None:
-    command = [sys.executable, "-m", "muonsplit.kernels.benchmark"]
+    command = [sys.executable, "-m", "muonsplit.benchmark"]
     ended = subprocess.run(
         command, capture_output=True, text=True, env={"CUDA_VISIBLE_DEVICES": ""}, timeout=120
     )

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from muonsplit.certificate.run import Question, certify
 from muonsplit.dialect import DIALECTS, dialect_named
-from muonsplit.errors import InputError, MuonsplitError, UsageError
+from muonsplit.errors import InputError, MuonsplitError, SubjectError, UsageError
 from muonsplit.kernels import launch as launching
 from muonsplit.kernels import launches
 from muonsplit.kernels.launch import launch
@@ -19,6 +20,7 @@ from muonsplit.layout import Layout
 from muonsplit.muon import PerHeadMuon, directions
 from muonsplit.newton_schulz import newton_schulz
 from muonsplit.observe.tolerance import rounding_bound
+from muonsplit.subjects.process import Worker
 from tests_cpu import kernel_case as case
 
 pytest.importorskip("triton", reason="run with tox -e interp")
@@ -189,6 +191,25 @@ def test_scales_are_those_of_the_reference(dialect: str) -> None:
     assert (ours - theirs).norm() <= 2 * bound * ours.norm()
 
 
+def test_it_is_certified_as_any_optimizer_is() -> None:
+    # Three checks: the interpreter takes minutes for all of them.
+    only = ["arithmetic.direction", "arithmetic.scale", "independence.copies"]
+    with Worker("builtin:triton", timeout=120) as worker:
+        found = certify(worker, Question(models=["llama"], only=only, profile="smoke"))
+    statuses = {r.check: r.status for r in found.models[0].results}
+    assert {statuses.pop(check) for check in only} == {"passed"}
+    assert "failed" not in statuses.values()
+
+
+def test_it_is_not_certified_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with (
+        Worker("builtin:triton") as worker,
+        pytest.raises(SubjectError, match="needs a GPU or Triton's interpreter"),
+    ):
+        certify(worker, Question(models=["llama"], profile="smoke"))
+
+
 WRONG = {
     "float64": (torch.zeros(1, 8, 8, dtype=torch.float64), case.GRAM, InputError, "torch.float64"),
     "wide": (torch.zeros(1, LARGEST + 1, LARGEST + 2), case.GRAM, InputError, "577 × 578"),
@@ -218,7 +239,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(of: str) -> str:
         raise launching.metadata.PackageNotFoundError(of)
 
-    launching._check_triton.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    launching.installed.cache_clear()
     monkeypatch.setattr(launching.metadata, "version", version)
     with pytest.raises(UsageError, match="not installed"):
         newton_schulz(X, case.GRAM, "triton")
@@ -226,6 +247,6 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"3\.6 or newer, got 3\.5\.1"):
         newton_schulz(X, case.GRAM, "triton")
     monkeypatch.undo()
-    launching._check_triton.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    launching.installed.cache_clear()
     with pytest.raises(InputError, match="no tiles for sm_70"):
         tile(8, 8, torch.float32, "sm_70")

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from muonsplit.kernels.launch import constants, options
+from muonsplit.kernels.named import NAMED
 from muonsplit.kernels.program import Ends, Program
 from muonsplit.kernels.tiles import ARCHITECTURES, Tile, classes, tile
 
@@ -102,10 +103,12 @@ class Compiled:
 
 
 def shapes(architecture: str) -> Iterator[Shape]:
-    """For each class a wide block of whole tiles, and a tall one that no tile divides."""
+    """For each class a wide block of whole tiles and a tall one that no tile divides, and NAMED."""
     for most, dtype in classes(architecture):
         yield Shape(most, 4 * most, dtype)
         yield Shape(2 * most + 1, most - 1, dtype)
+    for rows, cols in dict.fromkeys((matrix.rows, matrix.cols) for matrix in NAMED):
+        yield Shape(rows, cols, torch.bfloat16)
 
 
 def compiled(shape: Shape, architecture: str, entry: Tile | None = None) -> Compiled:

@@ -75,8 +75,7 @@ def launch(
     newton_schulz_kernel[(count,)](
         X, out, matrices, panels, *tables(program, X.device), *numbers, **fixed, **options(entry)
     )
-    version = metadata.version("triton")
-    launches[Launch(where, version, entry.name, short, fixed["N"], str(ends.dtype))] += 1
+    launches[Launch(where, installed(), entry.name, short, fixed["N"], str(ends.dtype))] += 1
     return out
 
 
@@ -163,7 +162,7 @@ def architecture(device: torch.device) -> str:
         UsageError: If triton is missing or too old.
         InputError: If the kernels do not run there.
     """
-    _check_triton()
+    installed()
     from muonsplit.kernels.kernel import INTERPRETED
 
     if INTERPRETED:
@@ -194,7 +193,12 @@ def _named(device: torch.device) -> str:
 
 
 @lru_cache(maxsize=1)
-def _check_triton() -> None:
+def installed() -> str:
+    """The version of triton.
+
+    Raises:
+        UsageError: If there is none, or it is too old.
+    """
     try:
         found = metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -205,6 +209,7 @@ def _check_triton() -> None:
     if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise UsageError(f"backend='triton' needs triton {oldest} or newer, got {found}.")
+    return found
 
 
 def _held(device: torch.device, entry: Tile) -> int:

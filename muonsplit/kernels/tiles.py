@@ -54,7 +54,7 @@ class Tile(NamedTuple):
 _Table = Mapping[int, Tile]
 _SINGLE = {
     16: Tile(16, 32, 16, 4, 2),
-    LARGEST: Tile(64, 64, 32, 8, 3),
+    LARGEST: Tile(64, 64, 32, 4, 2),
 }
 _HALF = {
     16: Tile(16, 64, 16, 4, 3),
@@ -76,10 +76,10 @@ def _staged(table: _Table, stages: int, warps: int) -> _Table:
 
 _TABLES: Mapping[str, tuple[_Table, _Table]] = {
     "sm_80": (_limited(_SINGLE, 255), _limited(_HALF, 255)),
-    "sm_90": (_SINGLE, _HALF),
-    "sm_100": (_SINGLE, _limited(_HALF, 255)),
+    "sm_90": (_limited(_SINGLE, 255), _HALF),
+    "sm_100": (_limited(_SINGLE, 255), _limited(_HALF, 255)),
     # Its shared memory is 64 KiB, half or less of the others'.
-    "gfx942": (_SINGLE, {**_HALF, **_staged(_HALF, 2, 8), 16: _HALF[16]._replace(stages=2)}),
+    "gfx942": (_staged(_SINGLE, 3, 8), {**_staged(_HALF, 2, 8), 16: Tile(16, 64, 16, 4, 2)}),
     INTERPRETER: (_SINGLE, _HALF),
 }
 # A tall block is transposed on its way in and out, which takes registers.

@@ -36,8 +36,8 @@ ADAPTERS = {
     "heavyball": ("muonsplit.subjects.heavyball", "heavyball"),
 }
 _FORMS = (
-    "builtin:reference, builtin:fast, a name of muonsplit list subjects with [:option=value,…], "
-    "package.module:factory or file:path.py:factory"
+    "builtin:reference, builtin:fast, builtin:triton, a name of muonsplit list subjects with "
+    "[:option=value,…], package.module:factory or file:path.py:factory"
 )
 
 

@@ -1,6 +1,6 @@
 """How long the kernel takes on matrices of known models, beside what else computes the same.
 
-    python -m muonsplit.kernels.benchmark [--out FILE.json]
+    python -m muonsplit.benchmark [--out FILE.json]
 
 A time is the median of CUDA events, with nothing of the input left in the L2 cache. The host has a
 head start of about a millisecond, so that launching one kernel is not what is measured; a loop over
@@ -298,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 69 without a CUDA device.
     """
-    parser = argparse.ArgumentParser("python -m muonsplit.kernels.benchmark")
+    parser = argparse.ArgumentParser("python -m muonsplit.benchmark")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="where figures are kept")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
