@@ -50,8 +50,13 @@ def test_every_dialect_is_spoken_up_to_the_order_of_sums(name: str) -> None:
     found = newton_schulz(X, arithmetic, "triton")
     exact = newton_schulz(X.double(), arithmetic.exact())
     assert found.dtype is getattr(torch, arithmetic.pre_cast or arithmetic.cpu_dtype)
-    for block, seen, wanted in zip(X, found.double(), exact, strict=True):
-        assert (seen - wanted).norm() <= rounding_bound(block, arithmetic) * wanted.norm()
+    emulated = newton_schulz(X, arithmetic).double()
+    unit = torch.finfo(found.dtype).eps / 2
+    for block, seen, same, wanted in zip(X, found.double(), emulated, exact, strict=True):
+        off, theirs = (float((x - wanted).norm() / wanted.norm()) for x in (seen, same))
+        assert off <= rounding_bound(block, arithmetic)
+        # The same roundings in another order of sums: as far off as the emulation, by and large.
+        assert off <= 1.5 * theirs + unit
 
 
 @settings(max_examples=12)
