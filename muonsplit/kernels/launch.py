@@ -72,9 +72,17 @@ def launch(
     panels = X.new_empty((count, 2, S, P), dtype=ends.dtype)
     out = torch.empty_like(X, dtype=ends.result)
     numbers = (blocks, len(program.ops), short, fixed["N"], ends.factor, ends.epsilon, ends.scale)
-    newton_schulz_kernel[(count,)](
-        X, out, matrices, panels, *tables(program, X.device), *numbers, **fixed, **options(entry)
-    )
+    with torch.cuda.device_of(X):  # triton launches on the current one
+        newton_schulz_kernel[(count,)](
+            X,
+            out,
+            matrices,
+            panels,
+            *tables(program, X.device),
+            *numbers,
+            **fixed,
+            **options(entry),
+        )
     launches[Launch(where, installed(), entry.name, short, fixed["N"], str(ends.dtype))] += 1
     return out
 
