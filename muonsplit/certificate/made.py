@@ -18,7 +18,7 @@ from muonsplit.certificate.schema import Environment
 from muonsplit.checks import CHECKS
 from muonsplit.models.load import golden_models, golden_root
 
-_VERSIONS = ("muonsplit", "torch", "transformers", "safetensors")
+_VERSIONS = ("muonsplit", "torch", "transformers", "safetensors", "triton")
 
 
 @dataclass(frozen=True, slots=True)
