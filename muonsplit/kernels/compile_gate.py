@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from muonsplit.kernels.launch import constants, options
+from muonsplit.kernels.launch import constants, kernel, options
 from muonsplit.kernels.named import NAMED
 from muonsplit.kernels.program import Ends, Program
 from muonsplit.kernels.tiles import ARCHITECTURES, Tile, classes, tile
@@ -140,8 +140,6 @@ def compiled(shape: Shape, architecture: str, entry: Tile | None = None) -> Comp
 def _source(shape: Shape, entry: Tile) -> Any:
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
-    from muonsplit.kernels.kernel import newton_schulz_kernel
-
     ends = Ends(shape.dtype, torch.float32, shape.dtype)
     fixed = constants(shape.rows, shape.cols, Program((), _SLOTS), ends, entry, interpreted=False)
     held = f"*{_SHORT[shape.dtype]}"
@@ -149,9 +147,10 @@ def _source(shape: Shape, entry: Tile) -> Any:
     given |= {"INTEGERS": "*i32", "FLOATS": "*fp32"}
     given |= dict.fromkeys(("blocks", "ops", "depth", "length"), "i32")
     given |= dict.fromkeys(("factor", "epsilon", "scale"), "fp32")
-    names: list[str] = newton_schulz_kernel.arg_names
+    function = kernel()
+    names: list[str] = function.arg_names
     return ASTSource(
-        newton_schulz_kernel,
+        function,
         {name: given.get(name, "constexpr") for name in names},
         {(names.index(name),): value for name, value in fixed.items()},
         # Tensors are aligned, which launch() sees to.

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from functools import lru_cache
-from importlib import metadata
+from importlib import import_module, metadata
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -59,8 +59,6 @@ def launch(
     Returns:
         ``[B, M, N]``, contiguous, in ``ends.result``.
     """
-    from muonsplit.kernels.kernel import newton_schulz_kernel
-
     where = architecture(X.device)
     X = aligned(X)
     blocks, rows, cols = X.shape
@@ -73,7 +71,7 @@ def launch(
     out = torch.empty_like(X, dtype=ends.result)
     numbers = (blocks, len(program.ops), short, fixed["N"], ends.factor, ends.epsilon, ends.scale)
     with torch.cuda.device_of(X):  # triton launches on the current one
-        newton_schulz_kernel[(count,)](
+        kernel()[(count,)](
             X,
             out,
             matrices,
@@ -85,6 +83,11 @@ def launch(
         )
     launches[Launch(where, installed(), entry.name, short, fixed["N"], str(ends.dtype))] += 1
     return out
+
+
+def kernel() -> Any:
+    """The compiled or interpreted function; importing it takes triton."""
+    return import_module("muonsplit.kernels.kernel").newton_schulz_kernel
 
 
 def constants(
