@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from muonsplit.errors import UsageError
 from muonsplit.kernels.tiles import ARCHITECTURES, Tile, classes
 
 pytest.importorskip("triton", reason="run with tox -e aot")
@@ -77,6 +78,19 @@ def test_each_limit_is_a_problem_of_its_own() -> None:
         assert said in each.problems[0]
     # Float32 products are exact there, and tensor cores take half precision.
     assert replace(sound, shape=Shape(64, 64, torch.float32), matrix=0).problems == []
+
+
+def test_without_triton_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing() -> str:
+        raise UsageError("backend='triton' needs triton, which is not installed.")
+
+    monkeypatch.setattr(compile_gate, "installed", missing)
+    with pytest.raises(SystemExit) as caught:
+        compile_gate.main()
+    assert caught.value.code == UsageError.exit_code
+    assert capsys.readouterr().err.startswith("error: backend='triton' needs triton")
 
 
 def test_a_line_a_binary() -> None:

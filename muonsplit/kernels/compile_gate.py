@@ -11,6 +11,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from typing import Any
 
 import torch
 
-from muonsplit.kernels.launch import constants, kernel, options
+from muonsplit.errors import UsageError
+from muonsplit.kernels.launch import constants, installed, kernel, options
 from muonsplit.kernels.named import NAMED
 from muonsplit.kernels.program import Ends, Program
 from muonsplit.kernels.tiles import ARCHITECTURES, Tile, classes, tile
@@ -220,8 +222,11 @@ def digests(found: list[Compiled]) -> dict[str, str]:
 
 def main() -> None:
     """Compiles everything, prints the table, and writes the lock file that is named."""
-    import sys
-
+    try:
+        installed()
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
     found = [compiled(shape, a) for a in ARCHITECTURES for shape in shapes(a)]
     print(table(found))
     for path in map(Path, sys.argv[1:]):
