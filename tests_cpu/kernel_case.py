@@ -15,6 +15,7 @@ from muonsplit.kernels import Ends, Kind, Op, Program
 from muonsplit.kernels.launch import constants, tables
 from muonsplit.kernels.tiles import Tile
 from muonsplit.newton_schulz import newton_schulz
+from muonsplit.newton_schulz.accelerated import ends_of
 from muonsplit.newton_schulz.program import program
 from muonsplit.observe.tolerance import rounding_bound
 
@@ -53,10 +54,8 @@ def ends(dtype: torch.dtype = torch.float32, **how: float) -> Ends:
 
 
 def run(launch: Launch, X: Tensor, arithmetic: Arithmetic, **how: Tile | int) -> Tensor:
-    dtype = arithmetic.dtype_on(X.device)
-    made = program(arithmetic, X.shape[1], X.shape[2], dtype)
-    norm = torch.float32 if arithmetic.norm_dtype == "input" else dtype
-    around = Ends(dtype, norm, dtype, arithmetic.normalize == "clamp", epsilon=arithmetic.epsilon)
+    around = ends_of(X, arithmetic)
+    made = program(arithmetic, X.shape[1], X.shape[2], around.dtype)
     return launch(X, made, around, **how)  # pyright: ignore[reportArgumentType]
 
 
@@ -164,8 +163,11 @@ PROPERTIES: Sequence[Callable[[Launch], bool]] = (
 )
 
 
-def launch_of(kernel: object) -> Launch:
-    """A launch of another kernel than ours, without a GPU; scratch, and all around, is NaN."""
+def launch_of(kernel: object, choose: Callable[[Tensor], Tile] = lambda X: SMALL) -> Launch:
+    """A launch of another kernel than ours, without a GPU; scratch, and all around, is NaN.
+
+    ``choose`` takes the batch and says which tile, where nobody else does.
+    """
 
     def launched(
         X: Tensor,
@@ -177,7 +179,7 @@ def launch_of(kernel: object) -> Launch:
         blocks, rows, cols = X.shape
         around = torch.full((X.numel() + 512,), torch.nan, dtype=X.dtype)
         X = around[256:-256].view(X.shape).copy_(X)
-        entry = entry or SMALL
+        entry = entry or choose(X)
         fixed = constants(rows, cols, program, ends, entry, interpreted=True)
         count = min(blocks, programs or 2)
         S, P = fixed["S"], fixed["P"]

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import pytest
 from torch import Tensor
 
-from muonsplit.kernels import Ends, Program
 from muonsplit.kernels.tiles import Tile
 from tests_cpu import kernel_case as case
 
@@ -174,15 +173,5 @@ def by_batch(X: Tensor) -> Tile:
 
 
 def test_a_tile_chosen_by_the_batch_breaks_the_shard_property() -> None:
-    sound = case.launch_of(ours.newton_schulz_kernel)
-
-    def tuned(
-        X: Tensor,
-        program: Program,
-        ends: Ends,
-        entry: Tile | None = None,
-        programs: int | None = None,
-    ) -> Tensor:
-        return sound(X, program, ends, entry or by_batch(X), programs)
-
+    tuned = case.launch_of(ours.newton_schulz_kernel, by_batch)
     assert first_broken(tuned) == "shards_keep_bits"

@@ -211,6 +211,13 @@ class Case:
             self.knows_hyper or "lr" in own,
         )
 
+    def stated_by(self, outcome: Outcome, weight_decay: float = 0.0) -> dict[str, list[Stated]]:
+        """The hyperparameters of each weight in each step of a run; see :meth:`stated`."""
+        return {
+            d.name: [self.stated(d.name, each, weight_decay) for each in outcome.settings]
+            for d in self.weights
+        }
+
     def update(self, weight: str, after: Mapping[str, Tensor]) -> Tensor:
         """What one step from :attr:`start` subtracted, in units of the learning rate; float64."""
         stated = self.stated(weight, self.base.settings[0])

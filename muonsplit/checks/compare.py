@@ -94,12 +94,12 @@ def judged(
         bounded_by: Gradients whose spectra the bounds are derived from, if not those drawn.
     """
     weights = case.weights
-    raws = [case.direction(d.name, bounded_by or drawn) for d in weights]
+    updates = [case.direction(d.name, drawn) for d in weights]
+    raws = updates if bounded_by is None else [case.direction(d.name, bounded_by) for d in weights]
     blocks = [matrices(raw, d.layout) for d, raw in zip(weights, raws, strict=True)]
     limits = iter(_limits([b for each in blocks for b in each], case.dialect.arithmetic))
-    for d, each in zip(weights, blocks, strict=True):
-        given = case.direction(d.name, drawn)
-        exact = orthogonalize(given, d.layout, case.dialect.arithmetic.exact())
+    for d, update, each in zip(weights, updates, blocks, strict=True):
+        exact = orthogonalize(update, d.layout, case.dialect.arithmetic.exact())
         parts = (matrices(part(d, x), d.layout) for x in (case.update(d.name, after), exact))
         found = [
             Judged(d, number, raw.shape, compare("as planned", seen, wanted), *next(limits))

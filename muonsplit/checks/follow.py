@@ -30,10 +30,7 @@ def followed(
         dtype: Dtype of the parameters.
     """
     arithmetic = case.dialect.arithmetic
-    stated = {
-        d.name: [case.stated(d.name, settings) for settings in outcome.settings]
-        for d in case.weights
-    }
+    stated = case.stated_by(outcome)
     for d, exact in recurrences(case, steps, start, stated, dtype):
         after = outcome.after[-1][d.name]
         off, limit = exact.compare(after)

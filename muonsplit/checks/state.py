@@ -43,10 +43,7 @@ def decay(case: Case) -> Findings:
     starts = [gradients.draw(case.shapes, case.seed, "decay", i, size=_START) for i in range(2)]
     decaying = replace(case.hyper, weight_decay=_DECAY)
     runs = [case.run(steps, start, decaying) for start in starts]
-    stated = {
-        d.name: [case.stated(d.name, settings, _DECAY) for settings in runs[0].settings]
-        for d in case.weights
-    }
+    stated = case.stated_by(runs[0], _DECAY)
     for d, exact in recurrences(case, steps, starts[0], stated):
         kept = decayed(case, d, stated[d.name])
         before, after = (

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +223,7 @@ def digests(found: list[Compiled]) -> dict[str, str]:
 def main() -> None:
     """Compiles everything, prints the table, and writes the lock file that is named."""
     try:
-        installed()
+        version = installed()
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
@@ -231,7 +231,7 @@ def main() -> None:
     print(table(found))
     for path in map(Path, sys.argv[1:]):
         locks = json.loads(path.read_text()) if path.exists() else {}
-        locks[metadata.version("triton")] = digests(found)
+        locks[version] = digests(found)
         path.write_text(json.dumps(locks, indent=1, sort_keys=True) + "\n")
 
 

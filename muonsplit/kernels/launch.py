@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonsplit.errors import InputError, UsageError
 from muonsplit.kernels.program import Ends, Kind, Program
-from muonsplit.kernels.tiles import ARCHITECTURES, INTERPRETER, Tile, tile
+from muonsplit.kernels.tiles import INTERPRETER, Tile, tile
 
 OLDEST = (3, 6)
 # Programs of the interpreter: some, so that each runs several blocks, as on a device.
@@ -107,12 +107,13 @@ def constants(
 
     names = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
     short, long = sorted((rows, cols))
+    side, length = entry.scratch(short, long)
     return {
         "D": short,
         "N": long,
         "TALL": rows > cols,
-        "S": padded(short, max(entry.rows, entry.cols)),
-        "P": padded(long, entry.cols),
+        "S": side,
+        "P": length,
         "SLOTS": program.slots,
         "BM": entry.rows,
         "BN": entry.cols,
@@ -130,11 +131,6 @@ def options(entry: Tile) -> dict[str, Any]:
     limit = {"maxnreg": entry.registers} if entry.registers else {}
     held = {"num_warps": entry.warps, "num_stages": entry.stages, "enable_fp_fusion": False}
     return {**held, **limit}
-
-
-def padded(size: int, multiple: int) -> int:
-    """The next multiple."""
-    return -(-size // multiple) * multiple
 
 
 @lru_cache(maxsize=256)
@@ -167,7 +163,7 @@ def aligned(X: Tensor) -> Tensor:
 
 
 def architecture(device: torch.device) -> str:
-    """The key of a device in the tile table.
+    """The key of a device in the tile table, which may have no entry for it.
 
     Raises:
         UsageError: If triton is missing or too old.
@@ -186,21 +182,10 @@ def architecture(device: torch.device) -> str:
             "Move it to a GPU, set TRITON_INTERPRET=1 before anything is imported, or use "
             "backend='torch'.",
         )
-    return _named(device)
-
-
-def _named(device: torch.device) -> str:
     if torch.version.hip:
-        name = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
-    else:
-        # Within a major version what is compiled for the first runs on all that have its memory.
-        name = f"sm_{torch.cuda.get_device_capability(device)[0]}0"
-    if name not in ARCHITECTURES:
-        raise InputError(
-            f"The kernels have no tiles for {name}; they have for {', '.join(ARCHITECTURES)}.",
-            "Use backend='torch'.",
-        )
-    return name
+        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    # Within a major version what is compiled for the first runs on all that have its memory.
+    return f"sm_{torch.cuda.get_device_capability(device)[0]}0"
 
 
 @lru_cache(maxsize=1)
@@ -224,8 +209,7 @@ def installed() -> str:
 
 
 def _held(device: torch.device, entry: Tile) -> int:
-    """How many programs a device holds at once: eight warps a multiprocessor."""
+    """How many programs a device holds at once."""
     if device.type == "cpu":
         return _INTERPRETED_PROGRAMS
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return processors * max(1, 8 // entry.warps)
+    return torch.cuda.get_device_properties(device).multi_processor_count * entry.at_once

@@ -57,7 +57,9 @@ def _run(
     scale: float,
 ) -> Tensor:
     numbers = zip(*[iter(integers)] * 6, strict=True), zip(*[iter(floats)] * 3, strict=True)
-    ops = tuple(_op(*each, *rest) for each, rest in zip(*numbers, strict=True))
+    ops = tuple(
+        Op._make((Kind(kind), *held, *rest)) for (kind, *held), rest in zip(*numbers, strict=True)
+    )
     ends = Ends(dtype, norm, result, clamp, factor, epsilon, scale)
     return launch(X, Program(ops, slots), ends)
 
@@ -71,23 +73,6 @@ def _(
     dtype: torch.dtype,
     norm: torch.dtype,
     result: torch.dtype,
-    clamp: bool,
-    factor: float,
-    epsilon: float,
-    scale: float,
+    *rest: object,
 ) -> Tensor:
     return torch.empty_like(X, dtype=result, memory_format=torch.contiguous_format)
-
-
-def _op(
-    kind: int,
-    out: int,
-    left: int,
-    right: int,
-    added: int,
-    apart: int,
-    alpha: float,
-    beta: float,
-    diagonal: float,
-) -> Op:
-    return Op(Kind(kind), out, left, right, added, bool(apart), alpha, beta, diagonal)

@@ -20,9 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from muonsplit.kernels.launch import padded
 from muonsplit.kernels.program import Kind, Op, Program
-from muonsplit.kernels.tiles import Tile, tile
+from muonsplit.kernels.tiles import Tile, padded, tile
 
 # Kernels of the loop form beside its operations: the norm, and the division.
 _NORMALISATION = 2
@@ -125,7 +124,7 @@ def predict(
     short, long = sorted((rows, cols))
     each = [_traffic(op, short, long, entry, dtype.itemsize) for op in program.ops]
     executed, tiles, panels, matrices = (sum(column) for column in zip(*each, strict=True))
-    programs = machine.multiprocessors * max(1, 8 // entry.warps)
+    programs = machine.multiprocessors * entry.at_once
     waves = -(-blocks // programs)
     ends = short * long * (2 * torch.float32.itemsize + dtype.itemsize)
     # The last panel that is written stands for the one that enters: a wide block's is the result.
@@ -179,8 +178,8 @@ def _panel(short: int, long: int, entry: Tile, size: int) -> int:
 
 def _scratch(short: int, long: int, slots: int, entry: Tile, size: int) -> tuple[int, int]:
     """Bytes that one program holds: of matrices, and of panels."""
-    side = padded(short, max(entry.rows, entry.cols))
-    return slots * side * side * size, 2 * side * padded(long, entry.cols) * size
+    side, length = entry.scratch(short, long)
+    return slots * side * side * size, 2 * side * length * size
 
 
 def _traffic(op: Op, short: int, long: int, entry: Tile, size: int) -> _Traffic:

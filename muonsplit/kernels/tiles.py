@@ -49,6 +49,20 @@ class Tile(NamedTuple):
         limit = f" r{self.registers}" if self.registers else ""
         return f"{self.rows}x{self.cols}x{self.inner} w{self.warps} s{self.stages}{limit}"
 
+    @property
+    def at_once(self) -> int:
+        """Programs that a multiprocessor holds: eight warps."""
+        return max(1, 8 // self.warps)
+
+    def scratch(self, short: int, long: int) -> tuple[int, int]:
+        """The side of a matrix and the length of a panel in scratch, in whole tiles."""
+        return padded(short, max(self.rows, self.cols)), padded(long, self.cols)
+
+
+def padded(size: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-size // multiple) * multiple
+
 
 # Short sides up to → tile, where a block is wide.
 _Table = Mapping[int, Tile]

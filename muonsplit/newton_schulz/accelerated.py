@@ -33,16 +33,20 @@ def accelerated(X_BMN: Tensor, arithmetic: Arithmetic, scale: float = 1.0) -> Te
             "Use backend='torch'.",
         )
     rows, cols = X_BMN.shape[-2:]
-    dtype = arithmetic.dtype_on(X_BMN.device)
-    ends = Ends(
-        dtype,
-        norm_dtype(X_BMN, arithmetic),
-        result_dtype(X_BMN, arithmetic),
+    ends = ends_of(X_BMN, arithmetic, scale)
+    if arithmetic.pre_cast is not None:
+        X_BMN = X_BMN.to(getattr(torch, arithmetic.pre_cast))
+    return run(X_BMN, program(arithmetic, rows, cols, ends.dtype), ends)
+
+
+def ends_of(X: Tensor, arithmetic: Arithmetic, scale: float = 1.0) -> Ends:
+    """What an arithmetic does with blocks on the device of ``X``, before its program and after."""
+    return Ends(
+        arithmetic.dtype_on(X.device),
+        norm_dtype(X, arithmetic),
+        result_dtype(X, arithmetic),
         arithmetic.normalize == "clamp",
         arithmetic.norm_factor,
         arithmetic.epsilon,
         scale,
     )
-    if arithmetic.pre_cast is not None:
-        X_BMN = X_BMN.to(getattr(torch, arithmetic.pre_cast))
-    return run(X_BMN, program(arithmetic, rows, cols, dtype), ends)
