@@ -16,7 +16,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonsplit.dialect import DIALECTS, Arithmetic
 from muonsplit.errors import CutHeadError
-from muonsplit.geometry.shard import (
+from muonsplit.layout import Layout
+from muonsplit.muon import PerHeadMuon, orthogonalize
+from muonsplit.sharding import (
     Local,
     Shard,
     column_parallel,
@@ -24,8 +26,6 @@ from muonsplit.geometry.shard import (
     of_parameter,
     sharded,
 )
-from muonsplit.layout import Layout
-from muonsplit.muon import PerHeadMuon, orthogonalize
 from property.strategies import layouts, pieces, same_bits
 
 Head = tuple[str, list[int]]

@@ -11,7 +11,7 @@ import muonsplit
 PACKAGE = Path(muonsplit.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-_CORE = {"errors", "layout", "dialect", "newton_schulz", "muon"}
+_CORE = {"errors", "layout", "dialect", "newton_schulz", "sharding", "muon"}
 _DRIVEN = {*_CORE, "kernels", "geometry", "models", "observe", "subjects"}
 # What each part of the package may import besides itself. geometry, truth and
 # observe, the three answers, never import each other.
@@ -20,9 +20,10 @@ MAY_IMPORT = {
     "layout": {"errors"},
     "dialect": {"errors"},
     "kernels": {"errors"},
+    "sharding": {"errors", "layout"},
     "newton_schulz": {"errors", "dialect", "kernels"},
-    "muon": {"errors", "layout", "dialect", "newton_schulz"},
-    "geometry": {"errors", "layout", "dialect"},
+    "muon": {"errors", "layout", "dialect", "newton_schulz", "sharding"},
+    "geometry": {"errors", "layout", "dialect", "sharding"},
     "truth": {"errors", "layout"},
     "models": {"errors"},
     "files": set[str](),

@@ -16,15 +16,15 @@ from torch.multiprocessing.spawn import start_processes
 
 from muonsplit.errors import CutHeadError, LayoutError, UsageError
 from muonsplit.geometry import Plan, plan
-from muonsplit.geometry.shard import (
+from muonsplit.geometry.shard import shard_plan
+from muonsplit.layout import Layout
+from muonsplit.sharding import (
     Shard,
     column_parallel,
     flat,
     of_parameter,
-    shard_plan,
     sharded,
 )
-from muonsplit.layout import Layout
 
 # From the published configs; tests_cpu/test_plan.py has where each comes from.
 GLM_Q_B = Layout.parse("q 64×256")

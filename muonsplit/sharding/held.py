@@ -14,6 +14,8 @@ from muonsplit.errors import LayoutError
 from muonsplit.layout import Layout
 
 Spans = tuple[tuple[int, int], ...]
+# For each axis of a whole tensor, the intervals that are held, in the order they are stored.
+Region = tuple[Spans, ...]
 
 _NOUNS = ("rows", "columns")
 
@@ -196,15 +198,25 @@ def of_parameter(parameter: Any, rank: int | None = None) -> Shard:
     return Shard.whole(_rows(shape))
 
 
-def _placed(parameter: Any) -> Shard:
-    """Replays a DTensor's placements, from the first mesh axis to the last, on row intervals."""
-    shape = tuple(parameter.shape)
+def region(
+    shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
+) -> Region:
+    """What one place of a device mesh holds of a DTensor.
+
+    Replays the placements from the first mesh axis to the last, so that any place can be asked
+    about, on any mesh, without one.
+
+    Args:
+        shape: Shape of the whole tensor.
+        mesh: Shape of the mesh.
+        coordinate: The place, one index for each axis of the mesh.
+        placements: One for each axis of the mesh: ``Shard``, FSDP2's strided shard, ``Replicate``.
+
+    Raises:
+        LayoutError: If a placement says which sum, not which rows.
+    """
     held: list[Spans] = [((0, size),) for size in shape]
-    mesh = parameter.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return Shard(_rows(shape), ())
-    for place, world, placement in zip(coordinate, mesh.shape, parameter.placements, strict=True):
+    for place, world, placement in zip(coordinate, mesh, placements, strict=True):
         if placement.is_replicate():
             continue
         dim = getattr(placement, "dim", None)
@@ -216,10 +228,20 @@ def _placed(parameter: Any) -> Shard:
         # FSDP2 over tensor parallelism: what is divided here is a share of each later shard.
         pieces = getattr(placement, "split_factor", 1)
         parts = [_chunk(held[dim], i, pieces) for i in range(pieces)]
-        held[dim] = tuple(span for part in parts for span in _chunk(part, place, world))
+        held[dim] = _joined(span for part in parts for span in _chunk(part, place, world))
+    return tuple(held)
+
+
+def _placed(parameter: Any) -> Shard:
+    """A DTensor's region as a shard of one axis."""
+    shape, mesh = tuple(parameter.shape), parameter.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return Shard(_rows(shape), ())
+    held = region(shape, mesh.shape, coordinate, parameter.placements)
     if not all(held):
         return Shard(_rows(shape), ())
-    divided = [dim for dim, spans in enumerate(held) if _joined(spans) != ((0, shape[dim]),)]
+    divided = [dim for dim, spans in enumerate(held) if spans != ((0, shape[dim]),)]
     if not divided:
         return Shard.whole(_rows(shape))
     axis = divided[0]

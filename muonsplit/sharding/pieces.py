@@ -1,0 +1,159 @@
+"""Which member of a group orthogonalises which block, and what has to travel for it.
+
+A block that one member holds is its own. A block that several hold is put together by the one that
+holds most of it, and its result goes back to where its rows are: fewer bytes than fetching it
+everywhere, and it is orthogonalised once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from muonsplit.layout import Layout
+from muonsplit.sharding.held import Region, Spans
+
+Slices = tuple[slice, ...]
+
+
+class Tile(NamedTuple):
+    """A box that lies in one piece both in a block and in what a member holds.
+
+    Attributes:
+        block: Where in the block.
+        local: Where in the member's local tensor.
+    """
+
+    block: Slices
+    local: Slices
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return prod(s.stop - s.start for s in self.block)
+
+
+class Piece(NamedTuple):
+    """What one member holds of one block.
+
+    Attributes:
+        member: Its place in the group.
+        tiles: Where, in the order in which it is sent.
+    """
+
+    member: int
+    tiles: tuple[Tile, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return sum(tile.elements for tile in self.tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One block of a weight, and who holds what of it.
+
+    Attributes:
+        shape: Shape of the block, axes as in the weight.
+        pieces: One for each member that holds something, in the order of members.
+    """
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def cost(self) -> int:
+        """What orthogonalising it costs beside other blocks: the Gram product's multiplications."""
+        short, long = sorted(self.shape[-2:])
+        return short * short * long
+
+
+def shares(
+    shape: Sequence[int], layout: Layout | None, regions: Sequence[Region]
+) -> tuple[Share, ...]:
+    """The blocks of a weight, each with what the members of a group hold of it.
+
+    Args:
+        shape: Shape of the whole weight, two axes or, for a stack of matrices, three.
+        layout: How it is cut; None for one block, or one for each matrix of a stack.
+        regions: What each member holds; together everything, and nothing twice.
+    """
+    return tuple(
+        Share(
+            tuple(_length(spans) for spans in block),
+            tuple(
+                Piece(member, tiles)
+                for member, region in enumerate(regions)
+                if (tiles := tuple(_tiles(block, region)))
+            ),
+        )
+        for block in block_regions(shape, layout)
+    )
+
+
+def block_regions(shape: Sequence[int], layout: Layout | None) -> list[Region]:
+    """Where the blocks of a weight are, in the order of :meth:`Layout.blocks`."""
+    whole: list[Spans] = [((0, size),) for size in shape]
+    if layout is not None:
+        cut = [block.spans for block in layout.blocks()]
+        return [tuple([*whole[: layout.axis], c, *whole[layout.axis + 1 :]]) for c in cut]
+    if len(shape) == 3:
+        return [(((i, i + 1),), *whole[1:]) for i in range(shape[0])]
+    return [tuple(whole)]
+
+
+def owners(weights: Sequence[Sequence[Share]], members: int) -> list[list[int]]:
+    """The member that orthogonalises each block of each weight.
+
+    Whoever holds most of a block; among equals, whoever has least to do, the dearest blocks being
+    given away first. It depends on shapes alone, so that every member comes to the same.
+
+    Args:
+        weights: The shares of each weight.
+        members: Members of the group.
+    """
+    found = [[-1] * len(blocks) for blocks in weights]
+    load = [0] * members
+    contested: list[tuple[int, int, int, list[int]]] = []
+    for w, blocks in enumerate(weights):
+        for b, share in enumerate(blocks):
+            most = max(piece.elements for piece in share.pieces)
+            best = [piece.member for piece in share.pieces if piece.elements == most]
+            if len(best) == 1:
+                found[w][b] = best[0]
+                load[best[0]] += share.cost
+            else:
+                contested.append((-share.cost, w, b, best))
+    for cost, w, b, best in sorted(contested):
+        chosen = min(best, key=lambda member: (load[member], member))
+        found[w][b] = chosen
+        load[chosen] -= cost
+    return found
+
+
+def _tiles(block: Region, region: Region) -> Iterator[Tile]:
+    axes = [tuple(_common(b, r)) for b, r in zip(block, region, strict=True)]
+    for parts in product(*axes):
+        yield Tile(tuple(p[0] for p in parts), tuple(p[1] for p in parts))
+
+
+def _common(block: Spans, held: Spans) -> Iterator[tuple[slice, slice]]:
+    """The intervals that two lists share: where in the first, and where in the second."""
+    row = 0
+    for a, b in block:
+        local = 0
+        for c, d in held:
+            start, stop = max(a, c), min(b, d)
+            if start < stop:
+                yield (
+                    slice(row + start - a, row + stop - a),
+                    slice(local + start - c, local + stop - c),
+                )
+            local += d - c
+        row += b - a
+
+
+def _length(spans: Spans) -> int:
+    return sum(b - a for a, b in spans)
