@@ -98,7 +98,7 @@ def block_regions(shape: Sequence[int], layout: Layout | None) -> list[Region]:
     whole: list[Spans] = [((0, size),) for size in shape]
     if layout is not None:
         cut = [block.spans for block in layout.blocks()]
-        return [tuple([*whole[: layout.axis], c, *whole[layout.axis + 1 :]]) for c in cut]
+        return [(*whole[: layout.axis], c, *whole[layout.axis + 1 :]) for c in cut]
     if len(shape) == 3:
         return [(((i, i + 1),), *whole[1:]) for i in range(shape[0])]
     return [tuple(whole)]
