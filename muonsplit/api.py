@@ -10,14 +10,15 @@ from typing import Any, Literal
 
 import torch
 
-from muonsplit.certificate.run import Certificate, Profile, Question
+from muonsplit.certificate.run import Certificate, Profile, Question, asked_ways
 from muonsplit.certificate.run import certify as run
-from muonsplit.certificate.verdict import CheckResult, Verdict
+from muonsplit.certificate.verdict import CheckResult, Verdict, labelled
 from muonsplit.checks import CHECKS
 from muonsplit.checks.registry import check_named
 from muonsplit.errors import UsageError
 from muonsplit.subjects.connect import connect
 from muonsplit.subjects.process import InProcess, Worker
+from muonsplit.subjects.ranks import Ranks, driver_for
 
 Subject = str | Callable[..., Any]
 
@@ -48,6 +49,8 @@ class Session:
         only: Ids of the checks to run; all by default.
         timeout: Seconds one run may take.
         memory: GiB the subject's process may take beyond what it starts with.
+        world_size: Ranks that it runs on, a power of two.
+        ways: Ways of sharding a model among them; by default those the subject declares.
         in_process: Whether it runs in this process, to be debugged.
         expected_failures: Reason by the id of each check that is known not to pass.
     """
@@ -60,6 +63,8 @@ class Session:
     only: Sequence[str] = ()
     timeout: float = 60.0
     memory: float = 8.0
+    world_size: int = 1
+    ways: Sequence[str] = ()
     in_process: bool = False
     expected_failures: Mapping[str, str] = field(default_factory=dict)
     _made: list[Certificate] = field(default_factory=list)
@@ -82,6 +87,7 @@ class Session:
                 dialect=self.dialect,
                 profile=self.profile,
                 seed=self.seed,
+                ways=self.ways,
                 only=self.only,
             )
             with _one_thread(), self._driver() as driver:
@@ -93,14 +99,18 @@ class Session:
         """Whether it has been certified."""
         return bool(self._made)
 
-    def _driver(self) -> InProcess | Worker:
-        if self.in_process:
-            return InProcess(self.spec)
-        return Worker(self.spec, self.timeout, self.memory)
+    def _driver(self) -> InProcess | Worker | Ranks:
+        return driver_for(
+            self.spec,
+            self.world_size,
+            timeout=self.timeout,
+            memory=self.memory,
+            in_process=self.in_process,
+        )
 
     def result(self, model: str, check: str) -> CheckResult:
-        """What one check came to on one model."""
-        found = next(m for m in self.certificate.models if m.model == model)
+        """What one check came to on one model, by its label."""
+        found = next(m for m in self.certificate.models if m.label == model)
         return next(r for r in found.results if r.check == check)
 
     def asked(self) -> list[tuple[str, str]]:
@@ -109,12 +119,14 @@ class Session:
         Raises:
             SubjectError: If the subject cannot be found.
         """
-        declared = connect(self.spec, Path.cwd()).info.models
-        models = self.models or declared
+        info = connect(self.spec, Path.cwd()).info
+        models = self.models or info.models
         if self.profile == "smoke":
             models = models[:1]
         ids = [id for id in CHECKS if not self.only or id in self.only]
-        return [(model, id) for model in dict.fromkeys(models) for id in ids]
+        ways = asked_ways(self.ways, info.ways, self.world_size)
+        labels = [labelled(model, way) for model in dict.fromkeys(models) for way in ways]
+        return [(label, id) for label in labels for id in ids]
 
 
 def certify(
@@ -132,7 +144,8 @@ def certify(
         on_fail: Whether a subject that does not conform raises, or the certificate is returned.
         report: Folder to write the certificate and all reports to.
         **asked: Fields of :class:`Session`: ``models``, ``dialect``, ``profile``, ``seed``,
-            ``only``, ``timeout``, ``memory``, ``in_process``, ``expected_failures``.
+            ``only``, ``timeout``, ``memory``, ``world_size``, ``ways``, ``in_process``,
+            ``expected_failures``.
 
     Returns:
         The certificate. Expected failures do not change its verdict.
@@ -148,7 +161,7 @@ def certify(
         write(certificate, Path(report))
     _refuse_passing(certificate, session.expected_failures)
     problems = [
-        told(r, model.model)
+        told(r, model.label)
         for model in certificate.models
         for r in model.results
         if r.status in ("failed", "undecided") and r.check not in session.expected_failures

@@ -1,5 +1,6 @@
 """What holds for every shard of every layout, row by row."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -249,11 +250,22 @@ def test_placements_are_read_as_torch_applies_them(
     whole = torch.arange(shape[0] * shape[1]).view(shape)
     mesh = tuple(world for world, _ in axes)
     for coordinate in product(*map(range, mesh)):
-        local = whole
-        for place, (world, placement) in zip(coordinate, axes, strict=True):
-            if not isinstance(placement, Replicate):
+        local, last = whole, []
+        for i, (place, (world, placement)) in enumerate(zip(coordinate, axes, strict=True)):
+            behind = [(n, p) for n, p in axes[i + 1 :] if getattr(p, "dim", None) == 0]
+            if (
+                isinstance(placement, _StridedShard)
+                and behind
+                and all(isinstance(p, Sharded) for _, p in behind)
+                and placement.split_factor == math.prod(n for n, _ in behind)
+            ):
+                # FSDP2 divides what tensor parallelism has left of the rows.
+                last.append((place, world, Sharded(0)))
+            elif not isinstance(placement, Replicate):
                 parts, _ = placement._split_tensor(local, world, with_padding=False)
                 local = parts[place]
+        for place, world, placement in last:
+            local = placement._split_tensor(local, world, with_padding=False)[0][place]
         shard = of_parameter(
             SimpleNamespace(
                 shape=torch.Size(shape),

@@ -36,6 +36,7 @@ def certificate(
         profile="ci",
         seed=7,
         isolated=True,
+        world=1,
         checks=tuple(CHECKS),
         models=tuple(models),
     )
@@ -146,3 +147,8 @@ def hostile() -> Certificate:
     dialect = Dialect(HOSTILE, plain.split, plain.arithmetic, dict.fromkeys(plain.sources, HOSTILE))
     said = dict.fromkeys(("dialect", "distribution", "version", "digest"), HOSTILE)
     return certificate(HOSTILE, [model], said, dialect)  # pyright: ignore[reportArgumentType]
+
+
+def first_asked(found: Certificate) -> CheckResult:
+    """The first check of the first model that was not skipped."""
+    return next(r for r in found.models[0].results if r.status != "skipped")

@@ -13,6 +13,7 @@ from muonsplit.dialect import DIALECTS
 from muonsplit.errors import SubjectError, UsageError
 from muonsplit.faulty.trial import first_to_fail
 from muonsplit.subjects.process import InProcess, Worker
+from tests_cpu.certificates import first_asked
 
 SUBJECTS = Path(__file__).parent / "subjects"
 
@@ -50,8 +51,9 @@ def test_every_check_runs_on_a_grouped_query_model() -> None:
     found = certify(InProcess("builtin:reference"), Question(models=["llama"]))
     assert [r.check for r in found.models[0].results] == list(CHECKS)
     skipped = {r.check for r in found.models[0].results if r.status != "passed"}
-    # It is told the heads, and its dialect says that gradients may be overwritten.
-    assert skipped == {"recognition.nothing", "state.gradient"}
+    # It is told the heads, its dialect says that gradients may be overwritten, and it is alone.
+    sharded = {check for check in CHECKS if check.startswith("sharding.")}
+    assert skipped == {"recognition.nothing", "state.gradient", *sharded}
 
 
 def test_torch_per_head_violates_by_not_splitting() -> None:
@@ -130,16 +132,18 @@ def test_misbehaving_subject_is_a_finding(name: str, said: str) -> None:
     with Worker(f"file:{SUBJECTS / 'bad.py'}:{name}", timeout=3) as worker:
         found = certify(worker, Question(models=["llama"]))
     assert found.verdict is Verdict.VIOLATES
-    first = found.models[0].results[0]
+    first = first_asked(found)
     assert first.check == "subject.answers"
     assert said in first.findings[0].message
-    assert {r.status for r in found.models[0].results[1:]} == {"skipped"}
+    assert [r.status for r in found.models[0].results if r is not first] == ["skipped"] * (
+        len(CHECKS) - 1
+    )
 
 
 def test_the_last_lines_of_a_dead_subject_are_kept() -> None:
     with Worker(f"file:{SUBJECTS / 'bad.py'}:exits") as worker:
         found = certify(worker, Question(models=["llama"]))
-    assert "goodbye" in found.models[0].results[0].findings[0].tail
+    assert "goodbye" in first_asked(found).findings[0].tail
 
 
 def test_plain_sgd_is_not_muon() -> None:

@@ -24,6 +24,7 @@ from muonsplit.subjects.connect import ADAPTERS
 from muonsplit.subjects.drive import Saved, Task
 from muonsplit.subjects.process import Worker
 from muonsplit.subjects.protocol import Hyper
+from tests_cpu.certificates import first_asked
 
 pytestmark = pytest.mark.downstream
 
@@ -173,7 +174,7 @@ def test_muon_fsdp2_orthogonalises_its_own_buffer_without_nesterov() -> None:
 
 def test_muon_fsdp2_calls_a_function_that_it_does_not_have() -> None:
     found = certified("muon-fsdp2:dtensor=false", "llama", "muon-fsdp2-0.3.0")
-    answers = found.models[0].results[0]
+    answers = first_asked(found)
     assert (answers.check, answers.status) == ("subject.answers", "failed")
     assert "name 'muon_update' is not defined" in answers.findings[0].message
 

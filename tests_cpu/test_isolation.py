@@ -13,6 +13,7 @@ from muonsplit.certificate.run import Question, certify
 from muonsplit.certificate.verdict import Verdict
 from muonsplit.subjects.limits import MARK, Tail, end_all
 from muonsplit.subjects.process import Worker
+from tests_cpu.certificates import first_asked
 
 BAD = Path(__file__).parent / "subjects" / "bad.py"
 pytestmark = pytest.mark.slow
@@ -22,7 +23,7 @@ def first_finding(name: str, *, timeout: float = 60.0, memory: float = 8.0) -> t
     with Worker(f"file:{BAD}:{name}", timeout, memory) as worker:
         found = certify(worker, Question(models=["llama"]))
     assert found.verdict is Verdict.VIOLATES
-    first = found.models[0].results[0]
+    first = first_asked(found)
     assert first.check == "subject.answers"
     return first.findings[0].message, first.findings[0].tail
 

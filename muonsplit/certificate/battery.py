@@ -12,6 +12,7 @@ from muonsplit.certificate.verdict import (
     Spectrum,
     Status,
     WeightResult,
+    labelled,
 )
 from muonsplit.checks import Check, Finding
 from muonsplit.checks.case import Case, matrices
@@ -59,7 +60,9 @@ def model_result(
     spectra = tuple(spectrum for d in _shown(case) for spectrum in _spectra(d, case))
     full, split = len(case.full.decisions), len(case.full.split)
     floor = dict(sorted(case.floor.items()))
-    return ModelResult(name, config, full, split, weights, spectra, floor, tuple(results))
+    alone = dict(sorted(case.alone.items()))
+    found = (name, config, full, split, weights, spectra, floor, tuple(results))
+    return ModelResult(*found, case.way, alone)
 
 
 def _results(
@@ -67,7 +70,7 @@ def _results(
 ) -> list[CheckResult]:
     results: list[CheckResult] = []
     for check in checks:
-        progress(name, check.id)
+        progress(labelled(name, case.way), check.id)
         results.append(_result(check, case, results))
         if not apart:
             for finding in results[-1].findings:
@@ -133,6 +136,8 @@ def _result(check: Check, case: Case, before: Sequence[CheckResult]) -> CheckRes
     closed = next((r for r in before if r.check in GATES and r.status != "passed"), None)
     if closed is not None:
         return CheckResult(check.id, "skipped", f"{closed.check} did not pass")
+    if case.ended:
+        return CheckResult(check.id, "skipped", case.ended)
     judged = len(case.weights)
     if judged == 0:
         return CheckResult(check.id, "skipped", "every weight has diverged before")

@@ -97,7 +97,7 @@ def identify(driver: Driver, model: str, seed: int, progress: Progress) -> Ident
     layouts = case.plan.layouts()
     remembering = _Remembering(driver, layouts)
     plan = replace(case.plan, decisions=decisions)
-    case = replace(case, driver=remembering, plan=plan)
+    case = replace(case, driver=remembering, asked=plan)
     known = _arithmetics()
     progress(model, "bits")
     exact = [names for one, names in known.items() if _bits(_asked(case, names, one))]

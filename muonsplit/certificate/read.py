@@ -129,6 +129,7 @@ def _certificate(found: Statement) -> Certificate:
         ours.profile,
         ours.seed,
         ours.isolated,
+        ours.world,
         ours.checks,
         ours.models,
     )

@@ -18,11 +18,14 @@ def broken_rules(certificate: Certificate, made: Made) -> Iterator[str]:
         yield from _in_order(f"{OURS}/check_set", made.check_set, tuple(CHECKS))
     known = [check for check in made.check_set if check in certificate.checks]
     yield from _in_order(f"{OURS}/checks", certificate.checks, known)
-    names = [model.model for model in certificate.models]
-    if len(set(names)) < len(names):
-        yield f"{OURS}/models: a model occurs twice in {', '.join(names)}"
+    names = {model.model for model in certificate.models}
+    labels = [model.label for model in certificate.models]
+    if len(set(labels)) < len(labels):
+        yield f"{OURS}/models: a model occurs twice in {', '.join(labels)}"
     if certificate.profile == "smoke" and len(names) > 1:
         yield f"{OURS}/models: the smoke profile asks on one model, found {len(names)}"
+    if any(bool(model.way) != (certificate.world > 1) for model in certificate.models):
+        yield f"{OURS}/world: {certificate.world}, with the models {', '.join(labels)}"
     own = made.digests.golden_models == golden_models_digest(names)
     for m, model in enumerate(certificate.models):
         if own:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, product
 from typing import Any, Literal
 
 from torch import nn
@@ -16,11 +16,13 @@ from muonsplit.checks import CHECKS
 from muonsplit.checks.case import Case
 from muonsplit.checks.registry import check_named
 from muonsplit.dialect import Dialect, dialect_named
+from muonsplit.errors import UsageError
 from muonsplit.geometry import Plan, plan
 from muonsplit.models.load import Config, ModelSpec, build, ready, resolve
 from muonsplit.models.miniature import miniature
 from muonsplit.recognition.judge import Judgement, judge
-from muonsplit.subjects.process import Driver, Worker
+from muonsplit.sharding.ways import Sharding, fits
+from muonsplit.subjects.process import Driver
 from muonsplit.truth.views import views
 
 Profile = Literal["smoke", "ci", "thorough"]
@@ -38,8 +40,9 @@ class Certificate:
         profile: How much was asked: ``smoke``, ``ci`` or ``thorough``.
         seed: Root of every random draw.
         isolated: Whether it ran in a process of its own.
+        world: Ranks that it ran on.
         checks: Ids of the checks that were asked for.
-        models: One result a model.
+        models: One result a model, and a way of sharding it.
     """
 
     subject: str
@@ -48,6 +51,7 @@ class Certificate:
     profile: Profile
     seed: int
     isolated: bool
+    world: int
     checks: tuple[str, ...]
     models: tuple[ModelResult, ...]
 
@@ -67,6 +71,8 @@ class Question:
         profile: ``smoke`` asks on the first model only; ``thorough`` asks every check three
             times, with other gradients.
         seed: Root of every random draw.
+        ways: Ways of sharding a model among the driver's ranks; by default those the subject
+            declares, as far as the ranks are enough for them.
         only: Ids of the checks to run, besides those that gate the rest; all by default.
         apart: Whether a weight is judged by every check, also after it has diverged.
         progress: Told the model and check that begin.
@@ -76,6 +82,7 @@ class Question:
     dialect: str | None = None
     profile: Profile = "ci"
     seed: int = 0
+    ways: Sequence[str] = ()
     only: Sequence[str] = ()
     apart: bool = False
     progress: Progress = lambda model, check: None
@@ -101,10 +108,11 @@ def certify(driver: Driver, question: Question) -> Certificate:
     specs = specs or [resolve(name) for name in described["models"]]
     if question.profile == "smoke":
         specs = specs[:1]
+    ways = asked_ways(question.ways, described["ways"], driver.world)
     results: list[ModelResult] = []
-    for spec in specs:
+    for spec, way in product(specs, ways):
         question.progress(spec.name, "plan")
-        case = case_of(spec, driver, described, dialect, question.seed)
+        case = case_of(spec, driver, described, dialect, question.seed, way)
         found = model_result(
             spec.name,
             digest(spec.config),
@@ -121,14 +129,50 @@ def certify(driver: Driver, question: Question) -> Certificate:
         dialect,
         question.profile,
         question.seed,
-        isinstance(driver, Worker),
+        driver.isolated,
+        driver.world,
         tuple(c.id for c in checks),
         tuple(results),
     )
 
 
+def asked_ways(asked: Sequence[str], declared: Sequence[str], world: int) -> list[str]:
+    """The ways of sharding that are asked about; one that is empty on a single process.
+
+    Args:
+        asked: What is asked for by name; nothing for what the subject declares.
+        declared: The ways that the subject claims to work under.
+        world: Number of ranks.
+
+    Raises:
+        UsageError: If ways are asked of one process, or no declared one fits the ranks.
+    """
+    if world == 1:
+        if asked:
+            raise UsageError(
+                f"{asked[0]} divides a model among ranks, and there is one.",
+                "Ask for more: --world-size 2.",
+            )
+        return [""]
+    for way in asked:
+        Sharding(way, world)  # refuses what is none, or needs more ranks
+    fitting = list(dict.fromkeys(asked)) or [way for way in declared if fits(way, world)]
+    if not fitting:
+        raise UsageError(
+            f"The subject declares to work under {', '.join(declared) or 'no sharding'}, and none "
+            f"of that fits {world} ranks.",
+            "Name one: --sharding fsdp.",
+        )
+    return fitting
+
+
 def case_of(
-    spec: ModelSpec, driver: Driver, described: dict[str, Any], dialect: Dialect, seed: int
+    spec: ModelSpec,
+    driver: Driver,
+    described: dict[str, Any],
+    dialect: Dialect,
+    seed: int,
+    way: str = "",
 ) -> Case:
     """A subject on the miniature of a model.
 
@@ -138,6 +182,7 @@ def case_of(
         described: What the subject declares.
         dialect: The dialect it is held to.
         seed: Root of every random draw.
+        way: How it is divided among the driver's ranks; empty on one process.
     """
     model = _planned(canonical(spec.config), dialect)
     return Case(
@@ -150,6 +195,7 @@ def case_of(
         seed,
         described,
         model.truths,
+        way,
     )
 
 

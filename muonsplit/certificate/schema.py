@@ -55,6 +55,7 @@ class Described:
     given: dict[str, str]
     off: dict[str, str]
     options: dict[str, tuple[str, ...]]
+    ways: tuple[str, ...]
     takes: tuple[str, ...]
     distribution: str
     version: str
@@ -108,6 +109,7 @@ class Ours:
     profile: Profile
     seed: int
     isolated: bool
+    world: Annotated[int, Meta(ge=1)]
     check_set: tuple[str, ...]
     checks: tuple[str, ...]
     environment: Environment

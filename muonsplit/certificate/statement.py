@@ -58,7 +58,7 @@ def built_with(certificate: Certificate, made: Made) -> dict[str, Any]:
         CertificateError: If it holds what no certificate may.
     """
     results = [result for model in certificate.models for result in model.results]
-    tests = [(f"{m.model}/{r.check}", r.status) for m in certificate.models for r in m.results]
+    tests = [(f"{m.label}/{r.check}", r.status) for m in certificate.models for r in m.results]
     said = {
         "_type": STATEMENT,
         "subject": _subjects(certificate),
@@ -134,6 +134,7 @@ def _ours(certificate: Certificate, made: Made, results: Sequence[CheckResult]) 
         "profile": certificate.profile,
         "seed": certificate.seed,
         "isolated": certificate.isolated,
+        "world": certificate.world,
         "check_set": made.check_set,
         "checks": certificate.checks,
         "environment": asdict(made.environment),
@@ -147,7 +148,7 @@ def _ours(certificate: Certificate, made: Made, results: Sequence[CheckResult]) 
 def _summary(model: ModelResult, check_set: Sequence[str]) -> Summary:
     counts = Counter(result.status for result in model.results)
     return Summary(
-        model=model.model,
+        model=model.label,
         verdict=str(verdict_of(model.results, check_set)),  # pyright: ignore[reportArgumentType]
         checks=len(check_set),
         ran=counts["passed"] + counts["failed"] + counts["undecided"],
@@ -163,6 +164,7 @@ def _volatile(models: Sequence[ModelResult]) -> list[str]:
     found = [f"{OURS}/environment", DIGEST]
     for m, model in enumerate(models):
         found += [f"{OURS}/models/{m}/spectra", f"{OURS}/models/{m}/floor"]
+        found.append(f"{OURS}/models/{m}/alone")
         found += [
             f"{OURS}/models/{m}/results/{r}/findings/{f}/numbers"
             for r, result in enumerate(model.results)

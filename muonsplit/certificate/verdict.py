@@ -1,7 +1,7 @@
 """Results and the verdict they come to."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
@@ -101,6 +101,8 @@ class ModelResult:
         floor: The largest bound that each kind of comparison used: what is off by more than twice
             as much was seen, in every weight.
         results: One for each check.
+        way: How it was divided among ranks; empty on one process.
+        alone: How far each sharded update is from that of one process; 0 for the same bits.
     """
 
     model: str
@@ -111,11 +113,23 @@ class ModelResult:
     spectra: tuple[Spectrum, ...]
     floor: dict[str, float]
     results: tuple[CheckResult, ...]
+    way: str = ""
+    alone: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The model, and how it was divided."""
+        return labelled(self.model, self.way)
 
     @property
     def verdict(self) -> Verdict:
         """The verdict on this model."""
         return verdict_of(self.results, CHECKS)
+
+
+def labelled(model: str, way: str) -> str:
+    """A model, and how it is divided among ranks."""
+    return f"{model}, {way}" if way else model
 
 
 def verdict_of(results: Iterable[CheckResult], every: Iterable[str] = ()) -> Verdict:

@@ -13,7 +13,7 @@ from muonsplit.certificate.schema import DIGEST
 from muonsplit.certificate.statement import statement
 from muonsplit.dialect import dialect_named
 from muonsplit.errors import CertificateError, UsageError
-from muonsplit.subjects.process import InProcess, Worker
+from muonsplit.subjects.ranks import driver_for
 
 
 def verify(path: Path) -> list[str]:
@@ -33,6 +33,8 @@ def vouched(document: Document) -> list[tuple[str, str]]:
     certificate, ours = document.certificate, document.raw["predicate"]["muonsplit"]
     version = f"{certificate.described['distribution']} {certificate.described['version']}".strip()
     isolated = "in its own process" if certificate.isolated else "inside the harness's process"
+    if certificate.world > 1:
+        isolated = f"on {certificate.world} ranks, each in its own process"
     rows = [
         ("subject", f"{certificate.subject} ({version or 'of no distribution'}), {isolated}"),
         ("dialect", certificate.dialect.name),
@@ -43,7 +45,7 @@ def vouched(document: Document) -> list[tuple[str, str]]:
         ended = ", ".join(f"{counts[x]} {x}" for x in ("passed", "failed", "undecided", "skipped"))
         ran = f"{counts['ran']} of {counts['checks']} checks ran ({ended})"
         split = f"{model.split} of {model.full} Muon weights split"
-        rows.append((model.model, f"{counts['verdict']}: {ran}; {split}"))
+        rows.append((model.label, f"{counts['verdict']}: {ran}; {split}"))
     return rows
 
 
@@ -85,8 +87,8 @@ def replayed(document: Document, progress: Progress) -> Iterator[str]:
         MuonsplitError: If the subject, a model, the dialect or a check is not found.
     """
     certificate = document.certificate
-    driver = (Worker if certificate.isolated else InProcess)(certificate.subject)
-    with driver:
+    in_process = not certificate.isolated
+    with driver_for(certificate.subject, certificate.world, in_process=in_process) as driver:
         now, then = driver.describe()["digest"], certificate.described["digest"]
         if now != then:
             yield f"The subject's file has changed since: its digest was {then}, is {now}."
@@ -103,6 +105,7 @@ def replayed(document: Document, progress: Progress) -> Iterator[str]:
 def _question(certificate: Certificate, progress: Progress) -> Question:
     return Question(
         models=[model.model for model in certificate.models],
+        ways=list(dict.fromkeys(model.way for model in certificate.models if model.way)),
         dialect=certificate.dialect.name,
         profile=certificate.profile,
         seed=certificate.seed,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from muonsplit.dialect import Arithmetic, Dialect
 from muonsplit.geometry import Decision, Plan
+from muonsplit.geometry.shard import tensor_parallel_axes
 from muonsplit.layout import Layout
 from muonsplit.models.load import Config
 from muonsplit.muon import Direction, advance_momentum, directions
@@ -18,6 +19,8 @@ from muonsplit.observe import gradients
 from muonsplit.observe.cut import Cut, differing_lines, scan, turned_lines
 from muonsplit.observe.tolerance import bounds
 from muonsplit.recognition.judge import Judgement
+from muonsplit.sharding.pieces import cuts
+from muonsplit.sharding.ways import Sharding
 from muonsplit.subjects.drive import Outcome, Settings, Task
 from muonsplit.subjects.process import Driver
 from muonsplit.subjects.protocol import Hyper
@@ -52,27 +55,64 @@ class Case:
         driver: Runs the subject.
         config: Config of the miniature it is run on.
         shapes: Shape of every parameter.
-        plan: What the rules say about the miniature.
+        asked: What the rules say about the miniature.
         full: What they say about the full-size model.
         dialect: The dialect it is held to.
         seed: Root of every random draw.
         described: What the subject declares.
         truths: What the miniature's own computation says of each weight, beside single heads.
+        way: How it is divided among the driver's ranks; empty on one process.
         diverged: Weights already reported, with the check that did.
         floor: The largest bound used so far, by kind of comparison.
+        alone: How far each update is from that of one process; 0 if it has its bits.
+        ended: Why nothing more is asked; empty while there is something.
     """
 
     driver: Driver
     config: Config
     shapes: Mapping[str, tuple[int, ...]]
-    plan: Plan
+    asked: Plan
     full: Plan
     dialect: Dialect
     seed: int | str
     described: Mapping[str, Any]
     truths: Mapping[str, Judgement]
+    way: str = ""
     diverged: dict[str, str] = field(default_factory=dict)
     floor: dict[str, float] = field(default_factory=dict)
+    alone: dict[str, float] = field(default_factory=dict)
+    ended: str = ""
+
+    @cached_property
+    def sharding(self) -> Sharding | None:
+        """How a run is divided among ranks; None on one process."""
+        if not self.way:
+            return None
+        return Sharding(self.way, self.driver.world, tensor_parallel_axes(self.asked))
+
+    @cached_property
+    def cut_heads(self) -> dict[str, Decision]:
+        """The weights of which some shard cuts a head, by name."""
+        sharding = self.sharding
+        if sharding is None:
+            return {}
+        return {
+            d.name: d
+            for d in self.asked.split
+            if cuts(d.layout, d.shape, sharding.regions(d.name, d.shape))
+        }
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What is expected: what is asked, less what the dialect drops where a shard cuts heads."""
+        if not self.cut_heads or self.dialect.split.cut_heads != "drop":
+            return self.asked
+        said = f"the dialect drops the split where a shard of {self.sharding} cuts a head"
+        decisions = tuple(
+            replace(d, layout=None, reason=said) if d.name in self.cut_heads else d
+            for d in self.asked.decisions
+        )
+        return replace(self.asked, decisions=decisions)
 
     @property
     def weights(self) -> list[Decision]:
@@ -174,11 +214,14 @@ class Case:
             steps: One gradient a parameter, for each step.
             start: Parameters to start from; by default :attr:`start`.
             hyper: By default :attr:`hyper`.
-            **how: Other fields of a :class:`~muonsplit.subjects.drive.Task`.
+            **how: Other fields of a :class:`~muonsplit.subjects.drive.Task`, and ``driver`` for
+                another one than the case's.
         """
-        layouts = how.pop("layouts", self.plan.layouts())
+        layouts = how.pop("layouts", self.asked.layouts())
+        how.setdefault("sharding", self.sharding)
+        driver = how.pop("driver", self.driver)
         given = hyper or self.hyper
-        return self.driver.run(Task(self.config, start or self.start, steps, layouts, given, **how))
+        return driver.run(Task(self.config, start or self.start, steps, layouts, given, **how))
 
     def probe(self, changed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parameters after one step with other gradients."""

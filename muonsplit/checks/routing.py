@@ -1,6 +1,5 @@
-"""Does the subject answer, and is it Muon where it should be?"""
+"""Is it Muon where it should be?"""
 
-import torch
 from torch import Tensor
 
 from muonsplit.checks.case import Case
@@ -14,52 +13,6 @@ _LOUDER = 16.0
 # orthogonalised in another arithmetic, for which there are other checks.
 _GROWS = 2.0
 _NEXT_TO_NOTHING = 1e-3
-
-
-@check(
-    "subject.answers", "the subject takes a step and leaves finite parameters of the same shapes"
-)
-def answers(case: Case) -> Findings:
-    """One step from zero state with an ordinary gradient.
-
-    Fails if the subject raises, hangs, ends its process, drops or reshapes a parameter, or leaves
-    NaN or infinity behind. Nothing else can be judged then.
-    """
-    _ = case.base
-    yield from ()
-
-
-@check("subject.repeatable", "the same step twice gives the same bits")
-def repeatable(case: Case) -> Findings:
-    """Two fresh subjects take the same step; every bit of every parameter is compared.
-
-    Undecided if they differ: the observations below compare bits, and rounding that is drawn at
-    random (as HeavyBall's) would look like rows that move together.
-    """
-    again = case.run([case.gradients]).after[0]
-    base = case.base.after[0]
-    differing = [n for n in base if not torch.equal(_bits(again[n]), _bits(base[n]))]
-    if differing:
-        raise UndecidedError(
-            f"two identical steps differ in {len(differing)} parameters, first in {differing[0]}"
-        )
-    yield from ()
-
-
-@check("model.miniature", "the miniature is decided as the full-size model is")
-def miniature(case: Case) -> Findings:
-    """Compares, kind by kind, what the plans of both split and keep whole.
-
-    Undecided if they differ: what is observed on the miniature would say nothing of the model.
-    """
-    small, full = (
-        {(d.owner, d.leaf, d.kind, d.layout is None, len(d.shape)) for d in p.decisions}
-        for p in (case.plan, case.full)
-    )
-    if small != full:
-        one = sorted(small ^ full)[0]
-        raise UndecidedError(f"the miniature decides otherwise than the model on {one[0]}.{one[1]}")
-    yield from ()
 
 
 @check("model.recognised", "the rules decide every attention weight of the model")
@@ -168,7 +121,3 @@ def _alone(cut: Cut) -> list[int]:
 
 def _span(lines: list[int]) -> str:
     return f"row {lines[0]}" if len(lines) == 1 else f"rows {lines[0]} to {lines[-1]}"
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int32)

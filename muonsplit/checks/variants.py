@@ -57,7 +57,9 @@ def _on(case: Case, weights: Weights) -> Case:
     shapes = {d.name: d.shape for d in (beside, *decisions)}
     config = {"model_type": BARE, "weights": {name: list(shape) for name, shape in shapes.items()}}
     plan = Plan(case.dialect.name, decisions, (beside,))
-    return replace(case, config=config, shapes=shapes, plan=plan, full=plan, truths={}, diverged={})
+    return replace(
+        case, config=config, shapes=shapes, asked=plan, full=plan, truths={}, diverged={}, alone={}
+    )
 
 
 def _decision(
@@ -77,5 +79,5 @@ def unsplit(case: Case) -> Case:
         raise SkipError("the plan splits no weight of this model")
     if case.described["recognises"] and not case.described["off"]:
         raise SkipError("the subject declares no option that turns the split off")
-    whole = tuple(replace(d, layout=None) for d in case.plan.decisions)
-    return replace(case, plan=replace(case.plan, decisions=whole))
+    whole = tuple(replace(d, layout=None) for d in case.asked.decisions)
+    return replace(case, asked=replace(case.asked, decisions=whole))

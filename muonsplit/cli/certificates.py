@@ -3,11 +3,15 @@
 import json
 import secrets
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from muonsplit.cli.group import cli, dialect_option, form_option, make, one_thread, progress, show
+
+if TYPE_CHECKING:
+    from muonsplit.certificate.run import Certificate
+    from muonsplit.subjects.ranks import Launch
 
 _PROFILES = click.Choice(["smoke", "ci", "thorough"])
 
@@ -24,6 +28,10 @@ _PROFILES = click.Choice(["smoke", "ci", "thorough"])
 @click.option("--report", type=click.Path(path_type=Path), help="Write certificate, reports there.")
 @click.option("--timeout", default=60.0, show_default=True, help="Seconds a run may take.")
 @click.option("--memory", default=8.0, show_default=True, help="GiB the subject may take.")
+@click.option("--world-size", default=1, show_default=True, help="Ranks it runs on.")
+@click.option(
+    "--sharding", "ways", multiple=True, metavar="WAY", help="How they divide it; may be repeated."
+)
 @click.option("--in-process", is_flag=True, help="Without a process of its own, to debug.")
 @click.option("--details", is_flag=True, help="Numbers, output and commands of every finding.")
 @form_option
@@ -39,6 +47,8 @@ def certify_command(
     report: Path | None,
     timeout: float,
     memory: float,
+    world_size: int,
+    ways: tuple[str, ...],
     in_process: bool,
     details: bool,
     form: str,
@@ -47,18 +57,19 @@ def certify_command(
 
     SUBJECT is builtin:reference, torch, deepspeed:stage=1 and the like, package.module:factory or
     file:path.py:factory. Without --dialect it is held to the one it declares, asked per head.
+    WAY is ddp, tp, fsdp, hsdp, tp-fsdp or engine; without it, those that SUBJECT declares. Under
+    torchrun the ranks are the launcher's, and rank 0 reports.
     """
     from muonsplit.certificate.run import Question, certify
-    from muonsplit.certificate.statement import statement, write
+    from muonsplit.certificate.statement import write
     from muonsplit.report.files import write_reports
-    from muonsplit.report.summary import notes
-    from muonsplit.report.tables import certificate_tables
-    from muonsplit.subjects.process import InProcess, Worker
+    from muonsplit.subjects.ranks import driver_for
 
     _positive("--timeout", "seconds", timeout)
     _positive("--memory", "GiB", memory)
     make(report)
     one_thread()
+    launch = _launch(context)
     with progress() as told:
         question = Question(
             models=models,
@@ -66,25 +77,60 @@ def certify_command(
             profile=profile,
             # Drawn when it is needed, so that no subject can know what it will be asked.
             seed=secrets.randbelow(1 << 32) if seed is None else seed,
+            ways=ways,
             only=only,
             progress=told,
         )
-        with InProcess(subject) if in_process else Worker(subject, timeout, memory) as driver:
+        with driver_for(
+            subject,
+            launch.world if launch else world_size,
+            timeout=timeout,
+            memory=memory,
+            in_process=in_process,
+            launch=launch,
+        ) as driver:
             certificate = certify(driver, question)
-    if form == "json":
-        click.echo(json.dumps(statement(certificate), ensure_ascii=False, indent=1))
-    elif form == "markdown":
-        from muonsplit.report.markdown import page
-
-        click.echo(page(certificate), nl=False)
-    else:
-        show(certificate_tables(certificate, details), form)
-        for note in notes(certificate, details):
-            click.echo(note)
+    _show(certificate, form, details)
     if report is not None:
         for path in (write(certificate, report), *write_reports(certificate, report)):
             click.echo(f"Written: {path}", err=True)
     context.exit(certificate.verdict.value)
+
+
+def _launch(context: click.Context) -> "Launch | None":
+    """Where the ranks are, on rank 0 of a launcher; every other rank is served here to its end."""
+    from muonsplit.subjects.launched import Launched, is_launched, launched_world, leads, serve
+
+    if not is_launched():
+        return None
+    world, asked = launched_world(), context.params["world_size"]
+    if asked not in (1, world):
+        raise click.UsageError(f"--world-size {asked}, but the launcher started {world} ranks.")
+    arguments = [f"{name}={value}" for name, value in context.params.items() if name != "report"]
+    if leads():
+        return Launched(arguments)
+    serve(arguments)
+    raise click.exceptions.Exit(0)
+
+
+def _show(certificate: "Certificate", form: str, details: bool) -> None:
+    """Prints a certificate."""
+    if form == "json":
+        from muonsplit.certificate.statement import statement
+
+        click.echo(json.dumps(statement(certificate), ensure_ascii=False, indent=1))
+        return
+    if form == "markdown":
+        from muonsplit.report.markdown import page
+
+        click.echo(page(certificate), nl=False)
+        return
+    from muonsplit.report.summary import notes
+    from muonsplit.report.tables import certificate_tables
+
+    show(certificate_tables(certificate, details), form)
+    for note in notes(certificate, details):
+        click.echo(note)
 
 
 def _positive(option: str, unit: str, value: float) -> None:

@@ -8,6 +8,10 @@ from muonsplit.geometry.plan import Decision, Plan
 from muonsplit.sharding import Local, Shard, sharded
 from muonsplit.sharding.local import HINT
 
+# An MLP's leaves, as most models call them.
+_UP = frozenset(("gate_proj", "up_proj", "w1", "w3"))
+_DOWN = frozenset(("down_proj", "w2"))
+
 
 def shard_plan(plan: Plan, shards: Mapping[str, Shard], dialect: Dialect | str) -> dict[str, Local]:
     """What becomes of every weight of a plan on one rank.
@@ -69,3 +73,23 @@ def _check_size(decision: Decision, shard: Shard) -> None:
             f"axis {shard.axis} is none of it.",
             "A shard is stated in rows of the whole weight, without padding.",
         )
+
+
+def tensor_parallel_axes(plan: Plan) -> dict[str, int]:
+    """The axis along which the usual recipe of tensor parallelism divides each weight.
+
+    What is cut by heads, and an MLP's way up, are divided by their outputs; output projections and
+    an MLP's way down by their inputs. Weights that are not named every rank holds.
+
+    Args:
+        plan: The plan of the whole model.
+    """
+    axes: dict[str, int] = {}
+    for d in plan.decisions:
+        if d.layout is not None:
+            axes[d.name] = d.layout.axis
+        elif len(d.shape) == 2 and (d.kind == "output" or d.leaf in _DOWN):
+            axes[d.name] = 1
+        elif len(d.shape) == 2 and d.leaf in _UP:
+            axes[d.name] = 0
+    return axes

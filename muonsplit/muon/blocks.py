@@ -1,6 +1,7 @@
 """Orthogonalisation by layout: weights to blocks, equal blocks together, blocks to weights."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from muonsplit.dialect import Arithmetic
 from muonsplit.errors import InputError, LayoutError
 from muonsplit.layout import Layout
+from muonsplit.muon.scale import Factors, factors
 from muonsplit.newton_schulz import (
     Backend,
     accelerated,
@@ -16,24 +18,27 @@ from muonsplit.newton_schulz import (
     orthogonalize_into,
     refuse,
     rounding_of,
-    scale_factor,
 )
+from muonsplit.newton_schulz.fast import may_share
+from muonsplit.newton_schulz.gram import gram_pays
+from muonsplit.newton_schulz.rounding import carrier, result_dtype
+
+# Parts of a tensor, each with a rate of its own.
+Rates = Sequence[tuple[tuple[slice, ...], float]]
 
 
 class Direction(NamedTuple):
     """What a step subtracts from a weight: learning rate × rate × update.
 
     Attributes:
-        update: Shape of the weight. Where all of the scale is on it, it has the weight's dtype,
-            else that of the iteration.
-        rate: The part of the scale that goes on the learning rate, by the rows of a block where
-            blocks differ.
-        layout: How the weight is cut, where they do.
+        update: Shape of the weight, or of what is held of it. Where all of the scale is on it, it
+            has the weight's dtype, else that of the iteration.
+        rate: The part of the scale that goes on the learning rate; by parts of the tensor where
+            blocks differ, which together are all of it.
     """
 
     update: Tensor
-    rate: float | Mapping[int, float]
-    layout: Layout | None = None
+    rate: float | Rates
 
     @property
     def scaled(self) -> Tensor:
@@ -50,15 +55,11 @@ class Direction(NamedTuple):
 
         A rate is a number, not a tensor of them: products with one are rounded otherwise.
         """
-        if not isinstance(self.rate, Mapping):
+        if not isinstance(self.rate, Sequence):
             yield weight, self.update, self.rate
             return
-        assert self.layout is not None
-        matrices = [x.mT if self.layout.axis else x for x in (weight, self.update)]
-        for block in self.layout.blocks():
-            for start, stop in block.spans:
-                part, update = (x[start:stop] for x in matrices)
-                yield part, update, self.rate[block.rows]
+        for at, rate in self.rate:
+            yield weight[at], self.update[at], rate
 
 
 def orthogonalize(update: Tensor, layout: Layout | None, arithmetic: Arithmetic) -> Tensor:
@@ -86,6 +87,7 @@ def directions(
     layouts: Sequence[Layout | None],
     arithmetic: Arithmetic,
     backend: Backend = "torch",
+    wholes: Sequence[Sequence[int]] | None = None,
 ) -> list[Direction]:
     """:func:`orthogonalize` on many weights; equal blocks of all of them are one batch.
 
@@ -94,6 +96,8 @@ def directions(
         layouts: One for each.
         arithmetic: What is computed on a block.
         backend: As :func:`muonsplit.newton_schulz.newton_schulz` takes it.
+        wholes: Shapes of the whole weights, where updates are shards or blocks of them: a scale
+            may be by the whole matrix.
     """
     refuse.arithmetic(arithmetic)
     refuse.backend(backend)
@@ -102,21 +106,83 @@ def directions(
     for update, layout in zip(updates, layouts, strict=True):
         refuse.tensor("update", update, (2, 3))
         refuse_layout("layout", layout)
+    shapes = [update.shape for update in updates] if wholes is None else wholes
     with torch.no_grad():
-        return _directions(updates, layouts, arithmetic, backend)
+        weights = [_Weight(*x) for x in zip(updates, layouts, shapes, strict=True)]
+        return _directions(weights, arithmetic, backend)
+
+
+def empty_direction(
+    update: Tensor,
+    layout: Layout | None,
+    arithmetic: Arithmetic,
+    backend: Backend,
+    whole: Sequence[int],
+) -> Tensor:
+    """A tensor like the direction that :func:`directions` makes of a weight, for a shard of it.
+
+    Args:
+        update: The shard.
+        layout: How the whole weight is cut.
+        arithmetic: What is computed on a block.
+        backend: Where.
+        whole: Shape of the whole weight.
+    """
+    if arithmetic.scale_on in ("update", "result"):
+        dtype = update.dtype
+    elif arithmetic.form == "fast" and backend == "torch":
+        dtype = arithmetic.dtype_on(update.device)
+    else:
+        dtype = carrier(result_dtype(update, arithmetic), update, arithmetic)
+    matrix = whole[-2:]
+    half = dtype in (torch.bfloat16, torch.float16) and backend == "torch"
+    if half and layout is None and matrix[0] > matrix[1]:
+        # Only its shape matters, and it takes no memory.
+        together = may_share(update.new_empty(()).expand(*matrix))
+        like = (min(whole[0], 2) if len(whole) == 3 else 1, gram_pays(*matrix), together)
+        if _transposed(arithmetic, update.dtype, update.device, *like):
+            return update.new_empty(update.mT.shape, dtype=dtype).mT
+    return update.new_empty(update.shape, dtype=dtype)
+
+
+@lru_cache
+def _transposed(
+    arithmetic: Arithmetic,
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: int,
+    pays: bool,
+    together: bool,
+) -> bool:
+    """Whether the direction of a tall whole weight lies transposed, seen on the smallest such.
+
+    It makes no difference to its numbers, but torch adds it otherwise to half-precision weights.
+
+    Args:
+        arithmetic: What is computed.
+        dtype: Of the update.
+        device: Of the update.
+        blocks: 1, or 2 for a stack of matrices.
+        pays: As :func:`gram_pays`.
+        together: As :func:`may_share`.
+    """
+    rows, cols = {
+        (True, True): (8, 4),
+        (True, False): (6, 3),
+        (False, True): (12, 8),
+        (False, False): (6, 5),
+    }[pays, together]
+    small = torch.zeros((blocks, rows, cols), dtype=dtype, device=device)
+    return not directions([small], [None], arithmetic)[0].update.is_contiguous()
 
 
 def _directions(
-    updates: Sequence[Tensor],
-    layouts: Sequence[Layout | None],
-    arithmetic: Arithmetic,
-    backend: Backend,
+    weights: Sequence["_Weight"], arithmetic: Arithmetic, backend: Backend
 ) -> list[Direction]:
-    weights = [_Weight(u, layout) for u, layout in zip(updates, layouts, strict=True)]
     alike: dict[tuple[object, ...], list[tuple[_Weight, int]]] = {}
     for weight in weights:
         for i, batch in enumerate(weight.batches):
-            factor = weight.inner_factor(batch.shape[-2:], arithmetic)
+            factor = weight.factors(batch, arithmetic).update
             key = (*batch.shape[-2:], batch.dtype, batch.device, factor)
             alike.setdefault(key, []).append((weight, i))
     for (*_, factor), places in alike.items():
@@ -148,16 +214,16 @@ def _orthogonalized(
 def _left(result: Tensor, weight: "_Weight", arithmetic: Arithmetic) -> Tensor:
     """Blocks as they leave: in the weight's dtype where all of the scale is on them."""
     if arithmetic.scale_on == "result":
-        factor = weight.factor(result.shape[-2:], arithmetic)
-        return result.to(weight.update.dtype).mul_(factor)
+        return result.to(weight.update.dtype).mul_(weight.factors(result, arithmetic).result)
     return result.to(weight.update.dtype) if arithmetic.scale_on == "update" else result
 
 
 class _Weight:
     """One weight and its blocks, before and after."""
 
-    def __init__(self, update: Tensor, layout: Layout | None) -> None:
+    def __init__(self, update: Tensor, layout: Layout | None, whole: Sequence[int]) -> None:
         self.update, self.layout = update, layout
+        self._matrix = whole[::-1] if layout is not None and layout.axis else whole
         self.batches = self._cut()
         self._views: list[Tensor] = []
 
@@ -177,40 +243,26 @@ class _Weight:
             self._views = self.layout.batches(self._written)
         return self._views[i]
 
-    def factor(self, shape: Sequence[int], arithmetic: Arithmetic) -> float:
-        """The scale of a block of a shape."""
-        if arithmetic.scale_per == "matrix":
-            return self.matrix_factor(arithmetic)
-        return scale_factor(arithmetic, *shape)
-
-    def inner_factor(self, shape: Sequence[int], arithmetic: Arithmetic) -> float:
-        """The part of it that goes on the update, in the dtype of the iteration."""
-        if arithmetic.scale_on == "update":
-            return self.factor(shape, arithmetic)
-        if arithmetic.scale_on != "result" and arithmetic.scale_per == "block_on_matrix":
-            return self.factor(shape, arithmetic) / self.matrix_factor(arithmetic)
-        return 1.0
-
-    def matrix_factor(self, arithmetic: Arithmetic) -> float:
-        """The scale of the whole matrix, output × input."""
-        rows, cols = self.update.shape[-2:]
-        across = self.layout is not None and self.layout.axis
-        return scale_factor(arithmetic, *((cols, rows) if across else (rows, cols)))
+    def factors(self, blocks: Tensor, arithmetic: Arithmetic) -> Factors:
+        """The scale of blocks of a shape."""
+        return factors(arithmetic, blocks.shape, self._matrix)
 
     def direction(self, arithmetic: Arithmetic) -> Direction:
         """The blocks put together, and what is left of their scale."""
         if not self.batches:
             return Direction(self.update.clone(), 1.0)
         update = self._joined(self.batches)
-        if arithmetic.scale_on in ("update", "result"):
-            return Direction(update, 1.0)
-        if arithmetic.scale_per == "block_on_matrix":
-            return Direction(update, self.matrix_factor(arithmetic))
-        factors = [self.factor(batch.shape[-2:], arithmetic) for batch in self.batches]
-        if len(set(factors)) == 1:
-            return Direction(update, factors[0])
-        by_rows = {b.shape[-2]: f for b, f in zip(self.batches, factors, strict=True)}
-        return Direction(update, by_rows, self.layout)
+        rates = {batch.shape[-2]: self.factors(batch, arithmetic).rate for batch in self.batches}
+        if len(set(rates.values())) == 1:
+            return Direction(update, *set(rates.values()))
+        assert self.layout is not None
+        before = (slice(None),) * self.layout.axis
+        by_rows = [
+            ((*before, slice(*span)), rates[block.rows])
+            for block in self.layout.blocks()
+            for span in block.spans
+        ]
+        return Direction(update, by_rows)
 
     def _joined(self, batches: Sequence[Tensor]) -> Tensor:
         if self.layout is None:

@@ -11,10 +11,12 @@ from muonsplit.dialect import DEFAULT_DIALECT, Dialect
 from muonsplit.errors import InputError, MuonsplitError
 from muonsplit.layout import Layout
 from muonsplit.muon import checked
-from muonsplit.muon.blocks import Direction, directions
+from muonsplit.muon.blocks import Direction
 from muonsplit.muon.momentum import advance_momentum
+from muonsplit.muon.sharded import directions_together
 from muonsplit.muon.step import apply_
 from muonsplit.newton_schulz import Backend, refuse
+from muonsplit.sharding import CutHeads, aligned, holding, local_of
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -30,6 +32,13 @@ class PerHeadMuon(torch.optim.Optimizer):
     or whole per expert for a stack); all others by AdamW. The layouts are not part of the
     state: a resumed run is cut as it is built, not as it was saved.
 
+    A parameter may be a DTensor, divided by tensor parallelism, ``fully_shard`` or both. Its state
+    is placed as it is, and a step on a CPU gives the bits that it would give in one process; in
+    half precision, where what a rank holds is a multiple of 64 elements, since torch rounds x + a·y
+    differently behind the last whole vector. Only pieces of blocks that a shard cuts travel, to a
+    rank that holds most of the block, and back. The ranks that hold a weight together have to step
+    it together, or leave it without a gradient.
+
     Args:
         params: ``(name, parameter)`` pairs, or param groups whose ``params`` are such pairs.
         layouts: How each Muon weight is cut, by parameter name.
@@ -38,6 +47,9 @@ class PerHeadMuon(torch.optim.Optimizer):
             numbers up to rounding, not its bits.
         backend: ``torch``, or ``triton``: one launch for all blocks of one shape, whose bits are a
             block's own on every device; see :mod:`muonsplit.kernels`.
+        cut_heads: What becomes of a layout whose blocks are cut by the shard of any rank:
+            ``gather`` puts each block together on one rank; ``drop`` leaves the weight whole, with
+            a warning; ``raise`` refuses it.
         lr: Learning rate of the Muon weights.
         momentum: Momentum coefficient in [0, 1).
         weight_decay: Decoupled decay: p ← p·(1 − lr·weight_decay) before the update.
@@ -48,8 +60,11 @@ class PerHeadMuon(torch.optim.Optimizer):
     Raises:
         InputError: If a hyperparameter is out of range, a parameter has no name, a name in
             ``layouts`` is no parameter, a layout does not fit its weight, or a parameter is
-            complex, integer, sparse or no leaf.
-        UsageError: If the dialect or backend is unknown.
+            complex, integer, sparse, no leaf, or on a mesh without this rank.
+        LayoutError: If a parameter is a partial sum.
+        CutHeadError: If heads are cut and ``cut_heads`` is ``raise``, or those of every weight
+            that is split are dropped.
+        UsageError: If the dialect, the backend or ``cut_heads`` is unknown.
     """
 
     def __init__(
@@ -60,6 +75,7 @@ class PerHeadMuon(torch.optim.Optimizer):
         dialect: Dialect | str = DEFAULT_DIALECT,
         fast: bool = False,
         backend: Backend = "torch",
+        cut_heads: CutHeads = "gather",
         lr: float = 0.02,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
@@ -71,7 +87,10 @@ class PerHeadMuon(torch.optim.Optimizer):
         self.arithmetic = arithmetic.fastest() if fast else arithmetic
         refuse.backend(backend)
         self.backend: Backend = backend
+        checked.cut_heads(cut_heads)
+        self.cut_heads: CutHeads = cut_heads
         self.layouts = checked.layouts(layouts)
+        self._built = False
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -86,11 +105,8 @@ class PerHeadMuon(torch.optim.Optimizer):
             raise
         except (TypeError, ValueError) as error:
             raise InputError(f"torch refuses params: {error}") from error
-        shapes = {name: p.shape for name, p in self._named()}
-        for name, layout in self.layouts.items():
-            if name not in shapes:
-                raise InputError(f"A layout is given for {name!r}, which is no parameter here.")
-            checked.weight(name, shapes[name], layout)
+        self._settle()
+        self._built = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds named parameters, as torch's optimizers do.
@@ -113,6 +129,22 @@ class PerHeadMuon(torch.optim.Optimizer):
                 "PerHeadMuon finds layouts by name; give model.named_parameters(), not "
                 "model.parameters()."
             )
+        if self._built:
+            try:
+                self._settle()
+            except MuonsplitError:
+                self.param_groups.pop()
+                raise
+
+    def _settle(self) -> None:
+        """Refuses layouts that do not fit, and decides what becomes of heads that are cut."""
+        named = dict(self._named())
+        for name, layout in self.layouts.items():
+            if name not in named:
+                raise InputError(f"A layout is given for {name!r}, which is no parameter here.")
+            checked.weight(name, named[name].shape, layout)
+        self.layouts = checked.uncut(named, self.layouts, self.cut_heads)
+        self._agreed = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a state; momentum keeps the dtype it was saved in.
@@ -143,7 +175,8 @@ class PerHeadMuon(torch.optim.Optimizer):
             What the closure returned, or None.
 
         Raises:
-            InputError: If a hyperparameter, gradient or state cannot be used; nothing is changed.
+            InputError: If a hyperparameter, gradient or state cannot be used, or ranks that hold
+                weights together were given other optimizers; nothing is changed.
         """
         loss = None
         if closure is not None:
@@ -167,6 +200,9 @@ class PerHeadMuon(torch.optim.Optimizer):
             if name in self.layouts:
                 checked.weight(name, p.shape, self.layouts[name])
             checked.gradient(name, p, self.state.get(p, {}))
+        if not self._agreed:
+            checked.alike(self.param_groups, self.layouts, f"{self.arithmetic}, {self.backend}")
+            self._agreed = True
 
     def orthogonalized(
         self, names: Sequence[str], updates: Sequence[Tensor]
@@ -175,17 +211,19 @@ class PerHeadMuon(torch.optim.Optimizer):
 
         Args:
             names: Weights in ``layouts``.
-            updates: What momentum made of their gradients, one a name.
+            updates: What momentum made of their gradients, one a name; local tensors.
         """
-        layouts = [self.layouts[name] for name in names]
-        return directions(updates, layouts, self.arithmetic, self.backend)
+        weights = dict(self._named())
+        holdings = [holding(name, weights[name], self.layouts[name]) for name in names]
+        return directions_together(updates, holdings, self.arithmetic, self.backend)
 
     def _muon(self, named: list[tuple[str, Tensor]], group: dict[str, Any]) -> None:
         for some in _batched(named, _AT_ONCE[self.backend]):
             updates = [self._advanced(p, group["momentum"]) for _, p in some]
             found = self.orthogonalized([name for name, _ in some], updates)
             for (_, p), direction in zip(some, found, strict=True):
-                apply_(p, direction, self.arithmetic, group["lr"], group["weight_decay"])
+                local, decay = local_of(p), group["weight_decay"]
+                apply_(local, direction, self.arithmetic, group["lr"], decay)
 
     def _advanced(self, p: Tensor, beta: float) -> Tensor:
         assert p.grad is not None
@@ -195,8 +233,8 @@ class PerHeadMuon(torch.optim.Optimizer):
             dtype = torch.float32 if wide else p.dtype
             state.update(step=0, momentum_buffer=torch.zeros_like(p, dtype=dtype))
         state["step"] += 1
-        buffer = state["momentum_buffer"]
-        return advance_momentum(p.grad.detach(), buffer, self.arithmetic, beta, state["step"])
+        gradient, buffer = aligned(p.grad.detach(), p), local_of(state["momentum_buffer"])
+        return advance_momentum(gradient, buffer, self.arithmetic, beta, state["step"])
 
     def _adamw(self, p: Tensor, group: dict[str, Any]) -> None:
         assert p.grad is not None
@@ -204,12 +242,14 @@ class PerHeadMuon(torch.optim.Optimizer):
         if not state:
             state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         state["step"] += 1
-        state["exp_avg"].lerp_(p.grad.detach(), 1 - beta1)
-        state["exp_avg_sq"].lerp_(p.grad.detach().square(), 1 - beta2)
-        mean = state["exp_avg"] / (1 - beta1 ** state["step"])
-        root = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt()
-        p.mul_(1 - group["adamw_lr"] * group["weight_decay"])
-        p.addcdiv_(mean, root.add_(group["eps"]), value=-group["adamw_lr"])
+        local, gradient = local_of(p), aligned(p.grad.detach(), p)
+        average, square = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
+        average.lerp_(gradient, 1 - beta1)
+        square.lerp_(gradient.square(), 1 - beta2)
+        mean = average / (1 - beta1 ** state["step"])
+        root = (square / (1 - beta2 ** state["step"])).sqrt()
+        local.mul_(1 - group["adamw_lr"] * group["weight_decay"])
+        local.addcdiv_(mean, root.add_(group["eps"]), value=-group["adamw_lr"])
 
 
 def _indices(state_dict: dict[str, Any]) -> Iterator[list[int]]:

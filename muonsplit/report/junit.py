@@ -34,7 +34,7 @@ def render(certificate: Certificate) -> str:
 def _suite(root: Element, certificate: Certificate, model: ModelResult) -> None:
     counts = status_counts(model.results)
     open_left = model.verdict is Verdict.INCONCLUSIVE and "undecided" not in counts
-    suite = SubElement(root, "testsuite", name=one_line(model.model))
+    suite = SubElement(root, "testsuite", name=one_line(model.label))
     suite.set("tests", str(len(model.results) + open_left))
     suite.set("failures", str(counts.get("failed", 0)))
     suite.set("errors", str(counts.get("undecided", 0) + open_left))
@@ -66,7 +66,7 @@ def _inconclusive(suite: Element, name: str, certificate: Certificate) -> None:
 
 
 def _class(model: ModelResult) -> str:
-    return one_line(f"muonsplit.{model.model}")
+    return one_line(f"muonsplit.{model.label}")
 
 
 def _message(result: CheckResult) -> str:

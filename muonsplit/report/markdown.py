@@ -54,7 +54,7 @@ def _findings(certificate: Certificate, model: ModelResult) -> list[Table]:
         for f in alike(certificate, model)
     ]
     columns = ("check", "weights", "what", "planned", "observed", "proof, on the first")
-    findings = table(f"{model.model}: findings", columns, rows)
+    findings = table(f"{model.label}: findings", columns, rows)
     shown = [findings, reasons_table(model, "undecided"), reasons_table(model, "skipped")]
     return [found for found in shown if found.rows]
 

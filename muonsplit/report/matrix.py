@@ -28,7 +28,7 @@ def matrix(certificates: Sequence[Certificate]) -> Table:
     """A row for each certificate and model, a column for each check."""
     checks = _checks(certificates)
     rows = [
-        (*map(one_line, (c.subject, c.dialect.name, m.model)), m.verdict, *_cells(m, checks))
+        (*map(one_line, (c.subject, c.dialect.name, m.label)), m.verdict, *_cells(m, checks))
         for c in certificates
         for m in c.models
     ]

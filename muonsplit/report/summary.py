@@ -63,7 +63,7 @@ def _violation(certificate: Certificate) -> str:
     model, result = failed[0]
     weights = len({f.weight for f in result.findings if f.weight})
     where = f" on {counted(weights, 'weight')}" if weights else ""
-    where += f" of {model.model}" if len(certificate.models) > 1 else ""
+    where += f" of {model.label}" if len(certificate.models) > 1 else ""
     said = result.findings[0].message if result.findings else "nothing is recorded of what it found"
     more = f" (and {counted(len(failed) - 1, 'more failed check')})" if len(failed) > 1 else ""
     return f"{result.check}{where}: {said}{more}"
@@ -74,7 +74,7 @@ def open_question(certificate: Certificate) -> str:
     for model in certificate.models:
         for result in model.results:
             if result.status == "undecided":
-                where = f" on {model.model}" if len(certificate.models) > 1 else ""
+                where = f" on {model.label}" if len(certificate.models) > 1 else ""
                 return f"{result.check}{where}: {result.reason}"
     missing = set(CHECKS) - {r.check for m in certificate.models for r in m.results}
     if missing and certificate.models:
@@ -88,7 +88,7 @@ def _conformity(certificate: Certificate) -> str:
     skipped = f", {counts['skipped']} did not apply" if "skipped" in counts else ""
     return (
         f"{counted(counts['passed'], 'check')} passed on {counted(weights, 'weight')} of "
-        f"{', '.join(m.model for m in certificate.models)}{skipped}"
+        f"{', '.join(m.label for m in certificate.models)}{skipped}"
     )
 
 
@@ -109,8 +109,23 @@ def facts(certificate: Certificate) -> list[tuple[str, str]]:
         ("profile", certificate.profile),
         ("seed", str(certificate.seed)),
         ("device", "cpu"),
+        ("ranks", str(certificate.world)),
         ("isolated", "in a process of its own" if certificate.isolated else "no: in this process"),
     ]
+
+
+def alone(model: ModelResult, weight: str) -> str:
+    """How the sharded update of a weight is beside that of one process, in words."""
+    off = model.alone.get(weight)
+    if off is None:
+        return "not looked at"
+    return "same bits" if off == 0 else f"off by {off:.1g}"
+
+
+def same_bits(certificate: Certificate) -> tuple[int, int]:
+    """Weights whose sharded update has the bits of one process, of those that were compared."""
+    found = [off for m in certificate.models for off in m.alone.values()]
+    return sum(off == 0 for off in found), len(found)
 
 
 def denominators(certificate: Certificate) -> list[tuple[str, str]]:
@@ -119,12 +134,14 @@ def denominators(certificate: Certificate) -> list[tuple[str, str]]:
     results = [r for m in certificate.models for r in m.results]
     counts = status_counts(results)
     looked = sum(bool(w.observed) for w in weights)
+    beside = same_bits(certificate)
     return [
         ("models", str(len(certificate.models))),
         ("Muon weights at full size", str(sum(m.full for m in certificate.models))),
         ("of them split by the plan", str(sum(m.split for m in certificate.models))),
         ("probed in miniature", str(len(weights))),
         ("cut observed", f"{looked} of {len(weights)}"),
+        *([("with the bits of one process", f"{beside[0]} of {beside[1]}")] if beside[1] else []),
         ("checks asked for", f"{len(certificate.checks)} of {len(CHECKS)}"),
         *((status, f"{counts.get(status, 0)} of {len(results)}") for status in STATUSES),
     ]
@@ -140,7 +157,7 @@ def alike(certificate: Certificate, model: ModelResult) -> list[Alike]:
     found: list[Alike] = []
     for (check, *_), findings in groups.items():
         known = any(before.check == check for before in found)
-        again = "" if known else again_alone(certificate, model.model, check)
+        again = "" if known else again_alone(certificate, model, check)
         weights = collapsed([f.weight for f in findings])
         found.append(Alike(check, weights, len(findings), findings[0], again))
     return found
@@ -156,10 +173,12 @@ def title_of(check: str) -> str:
     return CHECKS[check].title if check in CHECKS else ""
 
 
-def again_alone(certificate: Certificate, model: str, check: str) -> str:
+def again_alone(certificate: Certificate, model: ModelResult, check: str) -> str:
     """The command that runs one check on one model again."""
-    words = [certificate.subject, "--model", model, "--dialect", certificate.dialect.name]
+    words = [certificate.subject, "--model", model.model, "--dialect", certificate.dialect.name]
     words += ["--seed", str(certificate.seed), "--only", check]
+    if model.way:
+        words += ["--world-size", str(certificate.world), "--sharding", model.way]
     words += [] if certificate.isolated else ["--in-process"]
     return "muonsplit certify " + shlex.join(map(one_line, words))
 
@@ -184,7 +203,7 @@ def notes(certificate: Certificate, details: bool = False) -> list[str]:
         details: Whether to say how to run every failed check again, or the first.
     """
     said = remarks(certificate)
-    failed = [(m.model, r.check) for m in certificate.models for r in m.results if r.findings]
+    failed = [(m, r.check) for m in certificate.models for r in m.results if r.findings]
     for model, check in failed if details else failed[:1]:
         said.append(f"Again, alone: {again_alone(certificate, model, check)}")
         said.append(one_line(f"What it means: muonsplit explain {check}"))

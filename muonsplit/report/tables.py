@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from muonsplit.certificate.run import Certificate
 from muonsplit.certificate.verdict import ModelResult, Status, WeightResult
 from muonsplit.geometry import Decision, Plan
-from muonsplit.report.summary import Alike, alike, cause, status_counts
+from muonsplit.report.summary import Alike, alike, alone, cause, status_counts
 from muonsplit.report.text import clipped, plain, shown_shape
 
 
@@ -73,7 +73,7 @@ def certificate_tables(certificate: Certificate, details: bool = False) -> list[
         shown.append(weights_table(m))
         if findings := alike(certificate, m):
             columns, row = (_DETAILED, _detailed) if details else (_BRIEF, _brief)
-            shown.append(table(f"{m.model}: findings", columns, map(row, findings)))
+            shown.append(table(f"{m.label}: findings", columns, map(row, findings)))
         shown.append(reasons_table(m, "undecided"))
         if details:
             shown += [reasons_table(m, "skipped"), floor_table(m)]
@@ -83,7 +83,7 @@ def certificate_tables(certificate: Certificate, details: bool = False) -> list[
 def models_table(certificate: Certificate) -> Table:
     """A row a model, under the verdict and what decided it."""
     rows = [
-        (m.model, m.verdict, m.full, m.split, len(m.weights), _counts(m))
+        (m.label, m.verdict, m.full, m.split, len(m.weights), _counts(m))
         for m in certificate.models
     ]
     columns = ("model", "verdict", "Muon weights", "split", "probed in miniature", "checks")
@@ -97,9 +97,14 @@ def _counts(model: ModelResult) -> str:
 
 def weights_table(model: ModelResult) -> Table:
     """The three answers for each set of weights that differ only by layer."""
+    beside = [alone(model, w.weight) for w in model.weights]
     alike = Counter(
-        (w.leaf, w.shape, w.truth, w.planned, w.observed or "not looked at", _state(w))
-        for w in model.weights
+        (
+            *(w.leaf, w.shape, w.truth, w.planned, w.observed or "not looked at"),
+            *([off] if model.way else []),
+            _state(w),
+        )
+        for w, off in zip(model.weights, beside, strict=True)
     )
     rows = [
         (f"×{count}", leaf, shown_shape(shape), *said)
@@ -112,22 +117,23 @@ def weights_table(model: ModelResult) -> Table:
         "truth",
         "planned",
         "observed",
+        *(["beside one process"] if model.way else []),
         "first diverges at",
     )
-    return table(f"{model.model}: weight by weight", columns, rows)
+    return table(f"{model.label}: weight by weight", columns, rows)
 
 
 def reasons_table(model: ModelResult, status: Status) -> Table:
     """The checks that came to a status, and why."""
     rows = [(r.check, r.reason) for r in model.results if r.status == status]
-    return table(f"{model.model}: {status}", ("check", "why"), rows)
+    return table(f"{model.label}: {status}", ("check", "why"), rows)
 
 
 def floor_table(model: ModelResult) -> Table:
     """How much may be off, at the most, without being seen."""
     rows = [(kind, f"{2 * limit:.3g}") for kind, limit in sorted(model.floor.items())]
     return table(
-        f"{model.model}: detection floor", ("comparison", "what is off by more is seen"), rows
+        f"{model.label}: detection floor", ("comparison", "what is off by more is seen"), rows
     )
 
 

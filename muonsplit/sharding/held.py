@@ -203,8 +203,10 @@ def region(
 ) -> Region:
     """What one place of a device mesh holds of a DTensor.
 
-    Replays the placements from the first mesh axis to the last, so that any place can be asked
-    about, on any mesh, without one.
+    Replays the placements in the order in which they were made, so that any place can be asked
+    about, on any mesh, without one: from the first mesh axis to the last; but a strided one that
+    stands before the tensor parallelism it divides, as FSDP2 puts it, comes after that. Where the
+    rows do not divide, torch's ``distribute_tensor`` would place others than FSDP2 holds.
 
     Args:
         shape: Shape of the whole tensor.
@@ -216,7 +218,8 @@ def region(
         LayoutError: If a placement says which sum, not which rows.
     """
     held: list[Spans] = [((0, size),) for size in shape]
-    for place, world, placement in zip(coordinate, mesh, placements, strict=True):
+    for axis in sorted(range(len(mesh)), key=lambda axis: _divides_later(axis, mesh, placements)):
+        place, world, placement = coordinate[axis], mesh[axis], placements[axis]
         if placement.is_replicate():
             continue
         dim = getattr(placement, "dim", None)
@@ -225,20 +228,32 @@ def region(
                 f"A parameter placed {placement} holds no rows of its weight.",
                 "Redistribute it to Shard or Replicate first.",
             )
-        # FSDP2 over tensor parallelism: what is divided here is a share of each later shard.
         pieces = getattr(placement, "split_factor", 1)
+        pieces = 1 if _divides_later(axis, mesh, placements) else pieces
         parts = [_chunk(held[dim], i, pieces) for i in range(pieces)]
         held[dim] = _joined(span for part in parts for span in _chunk(part, place, world))
     return tuple(held)
 
 
-def _placed(parameter: Any) -> Shard:
-    """A DTensor's region as a shard of one axis."""
-    shape, mesh = tuple(parameter.shape), parameter.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return Shard(_rows(shape), ())
-    held = region(shape, mesh.shape, coordinate, parameter.placements)
+def _divides_later(axis: int, mesh: Sequence[int], placements: Sequence[Any]) -> bool:
+    """Whether a placement is FSDP2's of what later axes of the mesh have divided."""
+    pieces = getattr(placements[axis], "split_factor", None)
+    later = [
+        (n, hasattr(p, "split_factor"))
+        for n, p in zip(mesh[axis + 1 :], placements[axis + 1 :], strict=True)
+        if getattr(p, "dim", None) == getattr(placements[axis], "dim", None)
+    ]
+    plain = bool(later) and not any(strided for _, strided in later)
+    return pieces is not None and plain and math.prod(n for n, _ in later) == pieces
+
+
+def of_region(shape: Sequence[int], held: Region) -> Shard:
+    """A region of a tensor as a shard of one axis; rows are held in part if another is cut too.
+
+    Args:
+        shape: Shape of the whole tensor.
+        held: The region.
+    """
     if not all(held):
         return Shard(_rows(shape), ())
     divided = [dim for dim, spans in enumerate(held) if spans != ((0, shape[dim]),)]
@@ -247,6 +262,15 @@ def _placed(parameter: Any) -> Shard:
     axis = divided[0]
     partial = held[axis] if len(divided) > 1 else ()
     return Shard(shape[axis], held[axis], axis, partial)
+
+
+def _placed(parameter: Any) -> Shard:
+    """A DTensor's region as a shard of one axis."""
+    shape, mesh = tuple(parameter.shape), parameter.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return Shard(_rows(shape), ())
+    return of_region(shape, region(shape, mesh.shape, coordinate, parameter.placements))
 
 
 def _zero(parameter: Any, rank: int | None) -> Shard:

@@ -104,6 +104,18 @@ def block_regions(shape: Sequence[int], layout: Layout | None) -> list[Region]:
     return [tuple(whole)]
 
 
+def cuts(layout: Layout | None, shape: Sequence[int], regions: Sequence[Region]) -> bool:
+    """Whether no member holds the whole of some block.
+
+    Args:
+        layout: How the weight is cut; None for one block, or one for each matrix of a stack.
+        shape: Its whole shape.
+        regions: What each member holds; several may hold the same.
+    """
+    found = shares(shape, layout, regions)
+    return any(max(p.elements for p in b.pieces) < prod(b.shape) for b in found)
+
+
 def owners(weights: Sequence[Sequence[Share]], members: int) -> list[list[int]]:
     """The member that orthogonalises each block of each weight.
 

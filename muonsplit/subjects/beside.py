@@ -46,6 +46,9 @@ class MuonAndAdamW:
         parts: What the Muon is given in place of a weight; by default the weight itself.
         told: The keys of its param groups that say how to cut.
 
+    Attributes:
+        optimizers: The peer's, and AdamW if there is anything for it.
+
     Raises:
         LayoutError: If a layout does not cover its weight.
     """
@@ -67,12 +70,13 @@ class MuonAndAdamW:
         for name, layout in layouts.items():
             weights += [Weight(held, layout) for held in self._held(named[name])]
             if layout is not None:
-                layout.batches(named[name].detach())  # refuses a weight that it does not cover
+                # Refuses a weight that it does not cover; by its whole shape, if it is sharded.
+                layout.batches(torch.empty(named[name].shape, device="meta"))
         self._numbers = {p: i for i, p in enumerate([*(w.parameter for w in weights), *others])}
-        self._optimizers = [make(weights)]
+        self.optimizers = [make(weights)]
         if others:
             decay = hyper.weight_decay
-            self._optimizers.append(torch.optim.AdamW(others, hyper.lr, weight_decay=decay))
+            self.optimizers.append(torch.optim.AdamW(others, hyper.lr, weight_decay=decay))
 
     def _held(self, weight: nn.Parameter) -> list[nn.Parameter]:
         parts = self._parts(weight.detach())
@@ -88,7 +92,7 @@ class MuonAndAdamW:
             gradient = None if weight.grad is None else self._parts(weight.grad.contiguous())
             for part, piece in zip(held, gradient or (None,) * len(held), strict=True):
                 part.grad = piece
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.step()
 
     @property
@@ -97,14 +101,14 @@ class MuonAndAdamW:
         owners = {part: weight for weight, held in self._stood_in.items() for part in held}
         return [
             {**group, "params": list(dict.fromkeys(owners.get(p, p) for p in group["params"]))}
-            for optimizer in self._optimizers
+            for optimizer in self.optimizers
             for group in optimizer.param_groups
         ]
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """What both keep for each of the model's parameters, parts put together again."""
-        found = {p: kept for one in self._optimizers for p, kept in one.state.items()}
+        found = {p: kept for one in self.optimizers for p, kept in one.state.items()}
         for weight, held in self._stood_in.items():
             if all(part in found for part in held):
                 states = [found.pop(part) for part in held]
@@ -115,7 +119,7 @@ class MuonAndAdamW:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of both, by the order in which the weights are named."""
-        return {"optimizers": [self._saved(optimizer) for optimizer in self._optimizers]}
+        return {"optimizers": [self._saved(optimizer) for optimizer in self.optimizers]}
 
     def _saved(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         saved, order = optimizer.state_dict(), self._order(optimizer)
@@ -129,7 +133,7 @@ class MuonAndAdamW:
         Args:
             state: What it gave, of the same model.
         """
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             kept, order = saved["state"], self._order(optimizer)
             groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
             loaded = {

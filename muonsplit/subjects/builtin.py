@@ -11,24 +11,26 @@ from muonsplit.errors import MuonsplitError, SubjectError
 from muonsplit.kernels import architecture
 from muonsplit.layout import Layout
 from muonsplit.muon import PerHeadMuon
-from muonsplit.subjects.protocol import Hyper, subject
+from muonsplit.subjects.protocol import DTENSOR_WAYS, Hyper, subject
 
+# What a shard cuts is gathered, whatever the dialect's own framework does.
+DIALECT = f"{DEFAULT_DIALECT}:cut_heads=gather"
 GOLDEN = ("llama", "glm-5.2", "kimi-k3", "deepseek-v2-lite", "gpt-neox-20b")
 
 
-@subject(dialect=DEFAULT_DIALECT, recognises=False, models=GOLDEN)
+@subject(dialect=DIALECT, recognises=False, models=GOLDEN, ways=DTENSOR_WAYS)
 def reference(model: nn.Module, layouts: Mapping[str, Layout | None], hyper: Hyper) -> PerHeadMuon:
     """The reference optimizer under the default dialect."""
     return _built(model, layouts, hyper)
 
 
-@subject(dialect=DEFAULT_DIALECT, recognises=False, models=GOLDEN)
+@subject(dialect=DIALECT, recognises=False, models=GOLDEN, ways=DTENSOR_WAYS)
 def fast(model: nn.Module, layouts: Mapping[str, Layout | None], hyper: Hyper) -> PerHeadMuon:
     """The reference optimizer in its fast form."""
     return _built(model, layouts, hyper, fast=True)
 
 
-@subject(dialect=DEFAULT_DIALECT, recognises=False, models=("llama",))
+@subject(dialect=DIALECT, recognises=False, models=("llama",), ways=DTENSOR_WAYS)
 def triton(model: nn.Module, layouts: Mapping[str, Layout | None], hyper: Hyper) -> PerHeadMuon:
     """The reference optimizer on the Triton kernel, in Triton's interpreter.
 

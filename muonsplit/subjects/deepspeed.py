@@ -5,7 +5,8 @@ marked. ``deepspeed:stage=1`` steps the same optimizer through ``deepspeed.initi
 are worth comparing: a stage may tag the heads and then orthogonalise the whole matrix.
 
 DeepSpeed is imported when a subject is built, because importing it takes seconds and reads the
-environment. Everything runs in this process, on the CPU, as the only member of a gloo group.
+environment. Everything runs on the CPU: in this process, as the only member of a gloo group, or on
+several ranks, where the engine divides what its stage divides.
 """
 
 import math
@@ -25,13 +26,9 @@ from muonsplit.subjects.protocol import Hyper, Stepper, subject
 from muonsplit.subjects.told import SWITCH, imported, join_group, read_options, same
 
 _MUON = "deepspeed.runtime.zero.muon.original_muon"
-_ENVIRONMENT = {
-    "DS_ACCELERATOR": "cpu",
-    "DS_BUILD_OPS": "0",
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-}
+_ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+# What a launcher says where there is one.
+_ONLY_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 _CLIPPING = "gradient_clipping"
@@ -60,14 +57,19 @@ DIALECT = "deepspeed-0.19.8:cpu_dtype=float16" if _FLOAT16 else "deepspeed-0.19.
     recognises=True,
     off={"per_head": "false"},
     options={"ns_method": ("gram", "standard")},
+    ways=("engine",),
 )
-def build(model: nn.Module, hyper: Hyper, **options: str) -> Stepper:
+def build(
+    model: nn.Module, hyper: Hyper, micro_batches: int = 1, way: str = "", **options: str
+) -> Stepper:
     """Builds DeepSpeed's per-head Muon for a model.
 
     Args:
         model: The model; DeepSpeed finds the heads from its ``config`` and parameter names.
         hyper: Learning rate and decay of both the Muon and the Adam parameters, and momentum.
             With momentum at 0 Adam's betas are 0 as well, so that no step remembers another.
+        micro_batches: Backward passes a step, which the engine counts.
+        way: How the model is divided among ranks; an engine divides it itself.
         **options: ``stage`` (0 to 3; absent steps the optimizer without the engine),
             ``per_head`` (true or false), ``ns_method`` (gram or standard) and, with a stage,
             ``gradient_clipping`` (default 0, where DeepSpeed's is 1), ``grad_accum_dtype`` (fp32
@@ -82,9 +84,16 @@ def build(model: nn.Module, hyper: Hyper, **options: str) -> Stepper:
         ValueError: From DeepSpeed, when it finds no attention weight to split by heads.
     """
     chosen = _read(options)
-    if "stage" not in chosen:
+    staged = "stage" in chosen
+    if way and staged != (way == "engine"):
+        raise SubjectError(
+            f"The deepspeed subject {'with' if staged else 'without'} a stage does not run under "
+            f"{way!r}.",
+            "An engine divides the model itself: give a stage, and --sharding engine.",
+        )
+    if not staged:
         return _bare(model, hyper, chosen)
-    config = _config(hyper, chosen)
+    config = {**_config(hyper, chosen), "gradient_accumulation_steps": micro_batches}
     if any(p.dtype == torch.bfloat16 for p in model.parameters()):
         config["bf16"] = {"enabled": True}
     return Engine(model, config, chosen.get("zero_init", False))
@@ -114,12 +123,11 @@ class Engine:
 
     def forward(self) -> Tensor:
         """Returns the loss of the model, holding every weight in its full shape until backward."""
-        if not self._sharded:
-            return self._engine()
         # Stage 3 gathers a module's weights while that module runs, and the loss may read weights
-        # without calling their module; so the hooks are bypassed and all are gathered at once.
-        self._gathered.enter_context(self._gather(list(self._model.parameters())))
-        return self._model.forward()
+        # without calling their module: so all are gathered at once.
+        if self._sharded:
+            self._gathered.enter_context(self._gather(list(self._model.parameters())))
+        return self._engine()
 
     def backward(self, loss: Tensor) -> None:
         """Propagates the loss and reduces the gradients the way the stage does."""
@@ -222,7 +230,7 @@ def _config(hyper: Hyper, chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepspeed() -> Any:
-    os.environ.update(_ENVIRONMENT)
+    os.environ.update({**_ENVIRONMENT, **{k: os.environ.get(k, v) for k, v in _ONLY_RANK.items()}})
     deepspeed = imported("deepspeed", "deepspeed==0.19.8")
     imported(_MUON, "deepspeed==0.19.8")
     deepspeed.utils.logger.setLevel("ERROR")

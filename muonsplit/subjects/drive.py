@@ -7,6 +7,7 @@ partitions see exactly the chosen G.
 import copy
 import inspect
 import io
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,10 @@ from torch import Tensor, nn
 from muonsplit.errors import LackingError, RefusedError, SubjectError
 from muonsplit.layout import Layout
 from muonsplit.models.load import Config, build
+from muonsplit.sharding.ways import Sharding
+from muonsplit.subjects import checkpoint
 from muonsplit.subjects.connect import Connection
+from muonsplit.subjects.distribute import distribute, enter_group, like, local, state_of, whole
 from muonsplit.subjects.protocol import Hyper
 
 Tensors = Mapping[str, Tensor]
@@ -41,6 +45,19 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Folders of checkpoints that any number of ranks can read.
+
+    Attributes:
+        save: Where the state is written after the last step; empty for nowhere.
+        load: Where it is read before the first; empty for a run from zero state.
+    """
+
+    save: str = ""
+    load: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """One run of a subject from zero state.
 
@@ -54,6 +71,11 @@ class Task:
         saved: Who takes the first steps, if it is another.
         turned: Whether matrices are stored column by column, and their gradients with them.
         state: Whether the optimizer's own tensors are wanted.
+        sharding: How the model is divided among ranks; None on one process.
+        micro_batches: Backward passes a step; the gradient is the mean of theirs.
+        alike: Whether every rank and micro-batch is given the gradient itself, and not a part of
+            its own.
+        keep: What is saved and loaded besides.
     """
 
     config: Config
@@ -65,6 +87,16 @@ class Task:
     saved: Saved | None = None
     turned: bool = False
     state: bool = False
+    sharding: Sharding | None = None
+    micro_batches: int = 1
+    alike: bool = False
+    keep: Checkpoint = Checkpoint()
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """The first part of a step's gradients that this rank is given, and how many there are."""
+        rank, ranks = (0, 1) if self.sharding is None else self.sharding.data(_rank())
+        return rank * self.micro_batches, ranks * self.micro_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +109,15 @@ class Outcome:
             hyperparameters of its group.
         overwritten: For each step, the parameters whose gradient the step wrote into.
         state: After each step, tensors the optimizer keeps for a parameter, as ``name/key``.
+        disagreeing: For each step, the parameters of which ranks hold other bits than rank 0, with
+            those ranks.
     """
 
     after: list[dict[str, Tensor]]
     settings: list[Settings]
     overwritten: list[list[str]]
     state: list[dict[str, Tensor]]
+    disagreeing: list[dict[str, list[int]]] = field(default_factory=list)
 
 
 class Models:
@@ -118,7 +153,11 @@ def drive(connection: Connection, task: Task, models: Models) -> Outcome:
     with _Run(connection, task, models, parameters, task.layouts, task.options) as run:
         if state is not None:
             run.load(state)
+        if task.keep.load:
+            run.resume(task.keep.load)
         run.take(left, outcome)
+        if task.keep.save:
+            run.keep(task.keep.save)
     return outcome
 
 
@@ -136,20 +175,31 @@ class _Run:
     ) -> None:
         self._task = task
         self._model = model = models.fresh(task.config)
-        self._named = named = dict(model.named_parameters())
         self._gradients: Tensors = {}
-        for name, p in named.items():
+        for name, p in model.named_parameters():
             value = parameters[name].clone()
             turned = task.turned and value.ndim == 2
             p.data = value.mT.contiguous().mT if turned else value
 
         def loss(*_args: object, **_kwargs: object) -> Tensor:
             given = self._gradients
-            return torch.stack([(p * given[name]).sum() for name, p in named.items()]).sum()
+            # Looked up anew: FSDP2 puts whole parameters in place of shards meanwhile.
+            named = model.named_parameters()
+            return torch.stack([(local(p) * like(given[n], p)).sum() for n, p in named]).sum()
 
         model.forward = loss
+        self._called = model
+        if task.sharding is not None:
+            enter_group()
+            self._called = distribute(model, task.sharding)
+        self._named = dict(model.named_parameters())
         accepted = inspect.signature(connection.factory).parameters
-        offered = {"layouts": dict(layouts), "hyper": task.hyper}
+        offered = {
+            "layouts": dict(layouts),
+            "hyper": task.hyper,
+            "micro_batches": task.micro_batches,
+            "way": "" if task.sharding is None else task.sharding.way,
+        }
         given = {name: value for name, value in offered.items() if name in accepted}
         arguments = {**given, **connection.options, **options}
         try:
@@ -166,10 +216,8 @@ class _Run:
     def take(self, steps: Sequence[Tensors], outcome: Outcome) -> None:
         """Takes steps, and adds what they leave behind."""
         for gradients in steps:
-            # Clones: a subject that writes into a gradient must not reach the next run's.
-            self._gradients = {name: gradients[name].clone() for name in self._named}
             outcome.settings.append(_settings(self._stepper, self._named))
-            outcome.overwritten.append(self._step())
+            outcome.overwritten.append(self._step(gradients))
             outcome.after.append(_parameters(self._model, self._stepper))
             outcome.state.append(_state(self._stepper, self._named) if self._task.state else {})
 
@@ -185,24 +233,71 @@ class _Run:
         """Puts back what :meth:`saved` gave; it comes from this very process."""
         self._stepper.load_state_dict(torch.load(io.BytesIO(state), weights_only=False))
 
-    def _step(self) -> list[str]:
+    def keep(self, folder: str) -> None:
+        """Writes a checkpoint."""
+        checkpoint.save(folder, self._model, self._stepper)
+
+    def resume(self, folder: str) -> None:
+        """Reads one."""
+        checkpoint.load(folder, self._model, self._stepper)
+
+    def _step(self, gradients: Tensors) -> list[str]:
         """Takes one step; names the parameters whose gradient it wrote into."""
-        forward: Callable[[], Tensor] = getattr(self._stepper, "forward", self._model)
-        value = forward()
-        backward = getattr(self._stepper, "backward", None)
-        if backward is None:
-            value.backward()
-        else:
-            backward(value)
-        given = {n: p.grad.clone() for n, p in self._named.items() if p.grad is not None}
+        first, parts = self._task.parts
+        for number in range(first, first + self._task.micro_batches):
+            # New tensors: a subject that writes into a gradient must not reach the next run's.
+            self._gradients = {
+                name: g.clone() if self._task.alike else part(g, number, parts)
+                for name, g in gradients.items()
+            }
+            self._backward()
+            if hasattr(self._stepper, "backward") and number < first + self._task.micro_batches - 1:
+                self._stepper.step()
+        held = {n: local(p.grad) for n, p in self._named.items() if p.grad is not None}
+        given = {name: gradient.clone() for name, gradient in held.items()}
         self._stepper.step()
         written = [
             name
             for name, before in given.items()
-            if (after := self._named[name].grad) is not None and not _same(before, after)
+            if (after := self._named[name].grad) is not None and not _same(before, local(after))
         ]
         self._model.zero_grad(set_to_none=True)
-        return [] if backward is not None else written
+        return [] if hasattr(self._stepper, "backward") else written
+
+    def _backward(self) -> None:
+        forward: Callable[[], Tensor] = getattr(self._stepper, "forward", self._called)
+        value = forward()
+        backward = getattr(self._stepper, "backward", None)
+        if backward is not None:
+            backward(value)
+        elif self._task.micro_batches == 1:
+            value.backward()
+        else:
+            (value / self._task.micro_batches).backward()
+
+
+def part(gradient: Tensor, number: int, parts: int) -> Tensor:
+    """What one rank or micro-batch is given of a gradient, so that the mean of all is the gradient.
+
+    Every element is given to one part only, times their number: for a power of two the mean is
+    exact. Which part it is given to runs along diagonals, so that no row and no column is whole.
+
+    Args:
+        gradient: Any shape.
+        number: Which part, from 0.
+        parts: How many there are.
+    """
+    if parts == 1:
+        return gradient.clone()
+    shape = gradient.shape
+    cols = shape[-1] if shape else 1
+    whose = (torch.arange(gradient.numel() // max(cols, 1))[:, None] + torch.arange(cols)) % parts
+    mine = whose.view(shape) == number
+    return torch.where(mine, gradient * parts, gradient.new_zeros(()))
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -213,10 +308,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def _parameters(model: nn.Module, stepper: Any) -> dict[str, Tensor]:
     gather = getattr(stepper, "parameters", None)
     found = dict(model.named_parameters()) if gather is None else gather()
-    return {name: p.detach().clone(memory_format=_ROWS) for name, p in found.items()}
-
-
-_ROWS = torch.contiguous_format
+    return {name: whole(p) for name, p in found.items()}
 
 
 def _settings(stepper: Any, named: Mapping[str, nn.Parameter]) -> Settings:
@@ -241,9 +333,9 @@ def _is_number(value: object) -> bool:
 def _state(stepper: Any, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Tensors as large as their parameter in the state of a torch optimizer."""
     state: Mapping[Any, Any] = getattr(stepper, "state", {})
-    return {
-        f"{name}/{key}": value.detach().clone(memory_format=_ROWS)
+    kept = (
+        (f"{name}/{key}", state_of(value, p))
         for name, p in named.items()
         for key, value in state.get(p, {}).items()
-        if isinstance(value, Tensor) and value.shape == p.shape
-    }
+    )
+    return {name: value for name, value in kept if value is not None}

@@ -19,11 +19,14 @@ _CHOICES = {"rms_scale": SWITCH, "nesterov": SWITCH, "dtensor": SWITCH}
     dialect="muon-fsdp2-0.3.0",
     recognises=False,
     options={"rms_scale": ("true", "false"), "nesterov": ("true", "false")},
+    ways=("fsdp",),
 )
 def build(
     model: nn.Module, layouts: Mapping[str, Layout | None], hyper: Hyper, **options: str
 ) -> Stepper:
-    """Builds its ``Muon`` on weights that one process shards, and torch's AdamW on the others.
+    """Builds its ``Muon`` on sharded weights, and torch's AdamW on the others.
+
+    In a single process, weights are made shards of one.
 
     Args:
         model: The model.
@@ -55,7 +58,9 @@ def build(
     tensor: Any = import_module("torch.distributed.tensor")
     mesh = tensor.init_device_mesh("cpu", (1,))
 
-    def shard(weight: Tensor) -> Sequence[Tensor]:
+    def shard(weight: Tensor) -> Sequence[Tensor] | None:
+        if isinstance(weight, tensor.DTensor):
+            return None
         return [tensor.DTensor.from_local(weight, mesh, [tensor.Shard(0)])]
 
     return MuonAndAdamW(model, layouts, hyper, make, shard)

@@ -8,7 +8,7 @@ from torch import nn
 
 from muonsplit.layout import Layout
 from muonsplit.subjects.beside import MuonAndAdamW, Weight, by_layout
-from muonsplit.subjects.protocol import Hyper, Stepper, subject
+from muonsplit.subjects.protocol import DTENSOR_WAYS, Hyper, Stepper, subject
 from muonsplit.subjects.told import SWITCH, read_options, same, sizes, without_triton
 
 _STRATEGIES = ("newton_schulz", "polar_express")
@@ -25,6 +25,7 @@ _KEYS = ("split_sizes",)
     dialect="muonium-0.2.0",
     recognises=False,
     options={"orthogonalization_strategy": _STRATEGIES, "nesterov": ("true", "false")},
+    ways=DTENSOR_WAYS,
 )
 def build(
     model: nn.Module, layouts: Mapping[str, Layout | None], hyper: Hyper, **options: str

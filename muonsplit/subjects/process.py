@@ -42,9 +42,17 @@ _SLACK = 8
 
 
 class Driver(Protocol):
-    """Something that runs a subject: a :class:`Worker` or :class:`InProcess`."""
+    """Something that runs a subject: a :class:`Worker`, :class:`InProcess` or several of them.
+
+    Attributes:
+        spec: Connection string of the subject.
+        isolated: Whether it runs in a process of its own.
+        world: Ranks that it runs on.
+    """
 
     spec: str
+    isolated: bool
+    world: int
 
     def describe(self) -> dict[str, Any]:
         """What the subject declares, its version and the digest of its file."""
@@ -62,14 +70,24 @@ class Worker:
         spec: Connection string of the subject.
         timeout: Seconds that one run may take; starting up is bounded apart.
         memory: GiB that the process may take beyond what it starts with.
+        environment: Variables of its environment besides ours.
     """
 
+    isolated = True
+    world = 1
     # Made anew with each process.
     _tail: Tail
     _folder: str
 
-    def __init__(self, spec: str, timeout: float = 60.0, memory: float = 8.0) -> None:
+    def __init__(
+        self,
+        spec: str,
+        timeout: float = 60.0,
+        memory: float = 8.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.spec = spec
+        self.environment = dict(environment or {})
         self.timeout = timeout
         self.memory = memory
         self._process: subprocess.Popen[bytes] | None = None
@@ -78,7 +96,7 @@ class Worker:
         self._mark = uuid.uuid4().hex
 
     def __enter__(self) -> "Worker":
-        if self._process is None:
+        if not self.alive:
             self._start()  # it imports while we do
         return self
 
@@ -91,7 +109,7 @@ class Worker:
         Raises:
             SubjectError: If it cannot be connected to.
         """
-        if self._process is None:
+        if not self.alive:
             self._start()
         # The first answer waits for torch and whatever the subject imports.
         return self._ready({"do": "describe", "subject": self.spec})
@@ -105,7 +123,7 @@ class Worker:
             RefusedError: If it says that it cannot be built so.
             LackingError: If it has no state to save, where that is asked.
         """
-        if self._process is None:
+        if not self.alive:
             self.describe()
         if task.config != self._prepared:
             # Building the model is our own work, and must not count against the subject.
@@ -125,6 +143,18 @@ class Worker:
         except SubjectFaultError as fault:
             said = f"The process of {self.spec!r} did not get as far as a step: {fault.message}"
             raise SubjectError(said, fault.tail) from None
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a process that has not ended."""
+        return self._process is not None
+
+    def kill(self) -> None:
+        """Kills the process from another thread than the one that waits for its answer."""
+        process = self._process
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Ends the process and everything it started."""
@@ -158,7 +188,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._tail.writing,
-            env={**os.environ, **_ONE_THREAD, **bounds, **_found_from_here()},
+            env={**os.environ, **_ONE_THREAD, **bounds, **_found_from_here(), **self.environment},
             cwd=self._folder,
             start_new_session=True,
         )
@@ -169,6 +199,18 @@ class Worker:
     def _ask(
         self, header: dict[str, Any], tensors: Mapping[str, Tensor], limit: float
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        answer, found = self.exchange(header, tensors, limit)
+        _raise_error(answer)
+        return answer, found
+
+    def exchange(
+        self, header: Mapping[str, Any], tensors: Mapping[str, Tensor], limit: float
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Sends one frame and waits for the answer, whatever it says.
+
+        Raises:
+            SubjectFaultError: If none comes; the process has then been ended.
+        """
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -190,7 +232,6 @@ class Worker:
             self._end()
             message = f"The subject's process answered with something else: {error}"
             raise SubjectFaultError(message, self._lines()) from None
-        _raise_error(answer)
         return answer, found
 
     def _lines(self) -> str:
@@ -213,6 +254,10 @@ def _described(task: Task) -> dict[str, Any]:
         },
         "turned": task.turned,
         "state": task.state,
+        "sharding": task.sharding and asdict(task.sharding),
+        "micro_batches": task.micro_batches,
+        "alike": task.alike,
+        "keep": asdict(task.keep),
         "steps": len(task.gradients),
     }
 
@@ -249,6 +294,8 @@ def _raise_error(answer: Mapping[str, Any]) -> None:
             raise RefusedError(answer["message"], answer["hint"])
         case "lacking":
             raise LackingError(answer["message"])
+        case "fault":
+            raise SubjectFaultError(answer["message"], answer["tail"])
         case _:
             message = f"The subject raised {answer['message']}"
             raise SubjectFaultError(message, answer["tail"], raised=True)
@@ -268,6 +315,9 @@ class InProcess:
     Args:
         spec: Connection string of the subject.
     """
+
+    isolated = False
+    world = 1
 
     def __init__(self, spec: str) -> None:
         self.spec = spec

@@ -8,6 +8,8 @@ Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 ATTRIBUTE = "__muonsplit_subject__"
 
+# Ways of sharding in which parameters are DTensors, besides the plain one of data parallelism.
+DTENSOR_WAYS = ("ddp", "tp", "fsdp", "hsdp", "tp-fsdp")
 # A grouped-query and an MLA model: what every recogniser has to know.
 DEFAULT_MODELS = ("llama", "deepseek-v2-lite")
 
@@ -37,6 +39,8 @@ class SubjectInfo:
         models: Models it is certified on when none is named.
         off: Options that turn the split off; one that is told the layouts needs none.
         options: Options that must change something, each with two values to compare.
+        ways: Ways of sharding it claims to work under, as :data:`muonsplit.sharding.ways.WAYS`
+            names them.
     """
 
     dialect: str
@@ -44,14 +48,16 @@ class SubjectInfo:
     models: tuple[str, ...] = DEFAULT_MODELS
     off: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    ways: tuple[str, ...] = ("ddp",)
 
 
 class Stepper(Protocol):
     """An optimizer that can be stepped; every ``torch.optim.Optimizer`` is one.
 
     An engine may also have ``forward() -> loss`` and ``backward(loss)``; they replace calling
-    the model and ``loss.backward()``. One that shards its weights has ``parameters()``, a
-    mapping from name to the full weight, and one that holds resources has ``close()``.
+    the model and ``loss.backward()``, and it is stepped after each micro-batch. One that shards its
+    weights has ``parameters()``, a mapping from name to the full weight, and one that holds
+    resources has ``close()``.
     """
 
     def step(self) -> object:
@@ -66,12 +72,15 @@ def subject(
     models: tuple[str, ...] = DEFAULT_MODELS,
     off: Mapping[str, str] | None = None,
     options: Mapping[str, tuple[str, str]] | None = None,
+    ways: tuple[str, ...] = ("ddp",),
 ) -> Callable[[Factory], Factory]:
     """Declares a factory as a subject.
 
     The factory is called with the model and, if it has parameters of these names, ``layouts``
-    (a mapping from parameter name to :class:`~muonsplit.layout.Layout`) and ``hyper``
-    (a :class:`Hyper`). It returns a :class:`Stepper`.
+    (a mapping from parameter name to :class:`~muonsplit.layout.Layout`), ``hyper`` (a
+    :class:`Hyper`), ``micro_batches`` (backward passes a step, for an engine that counts them
+    itself) and ``way`` (how the model is divided among ranks; empty on one process). It returns a
+    :class:`Stepper`.
 
     Args:
         dialect: Name of the dialect the subject claims to speak.
@@ -79,8 +88,10 @@ def subject(
         models: Models it is certified on when none is named.
         off: Options that turn the split off, for a subject that finds the heads itself.
         options: Options that must change something, each with two values to compare.
+        ways: Ways of sharding it claims to work under: ``ddp``, ``tp``, ``fsdp``, ``hsdp``,
+            ``tp-fsdp``, or ``engine`` for one that divides the model itself.
     """
-    info = SubjectInfo(dialect, recognises, models, off or {}, options or {})
+    info = SubjectInfo(dialect, recognises, models, off or {}, options or {}, ways)
 
     def mark(factory: Factory) -> Factory:
         setattr(factory, ATTRIBUTE, info)

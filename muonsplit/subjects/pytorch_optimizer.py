@@ -7,7 +7,7 @@ from torch import nn
 
 from muonsplit.layout import Layout
 from muonsplit.subjects.beside import MuonAndAdamW, Weight, by_expert
-from muonsplit.subjects.protocol import Hyper, Stepper, subject
+from muonsplit.subjects.protocol import DTENSOR_WAYS, Hyper, Stepper, subject
 from muonsplit.subjects.told import SWITCH, imported, read_options, same
 
 _METHODS = ("newton_schulz", "gram_newton_schulz")
@@ -27,6 +27,7 @@ _CHOICES = {
         "nesterov": ("true", "false"),
         "use_adjusted_lr": ("true", "false"),
     },
+    ways=DTENSOR_WAYS,
 )
 def build(
     model: nn.Module, layouts: Mapping[str, Layout | None], hyper: Hyper, **options: str

@@ -7,7 +7,7 @@ from torch import nn
 
 from muonsplit.layout import Layout
 from muonsplit.subjects.beside import MuonAndAdamW, Weight, by_expert
-from muonsplit.subjects.protocol import Hyper, Stepper, subject
+from muonsplit.subjects.protocol import DTENSOR_WAYS, Hyper, Stepper, subject
 from muonsplit.subjects.told import SWITCH, read_options, same
 
 _CHOICES = {"nesterov": SWITCH, "adjust_lr_fn": same("original", "match_rms_adamw")}
@@ -17,6 +17,7 @@ _CHOICES = {"nesterov": SWITCH, "adjust_lr_fn": same("original", "match_rms_adam
     dialect="torch-2.13",
     recognises=False,
     options={"nesterov": ("true", "false"), "adjust_lr_fn": ("original", "match_rms_adamw")},
+    ways=DTENSOR_WAYS,
 )
 def build(
     model: nn.Module, layouts: Mapping[str, Layout | None], hyper: Hyper, **options: str

@@ -22,10 +22,30 @@ _LENGTHS = struct.Struct("<QQ")
 
 def write(stream: BinaryIO, header: Header, tensors: Tensors) -> None:
     """Writes one frame and flushes it."""
+    stream.write(packed(header, tensors))
+    stream.flush()
+
+
+def packed(header: Header, tensors: Tensors) -> bytes:
+    """One frame."""
     text = json.dumps(header).encode()
     body = save({name: t.contiguous() for name, t in tensors.items()})
-    stream.write(_LENGTHS.pack(len(text), len(body)) + text + body)
-    stream.flush()
+    return _LENGTHS.pack(len(text), len(body)) + text + body
+
+
+def unpacked(frame: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What one frame holds.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if len(frame) < _LENGTHS.size:
+        raise ValueError(f"a frame of {len(frame)} bytes")
+    text, body = _LENGTHS.unpack(frame[: _LENGTHS.size])
+    if len(frame) != _LENGTHS.size + text + body:
+        raise ValueError(f"a frame of {len(frame)} bytes that says it has {text + body} more")
+    start = _LENGTHS.size + text
+    return json.loads(frame[_LENGTHS.size : start]), load(frame[start:])
 
 
 def read(

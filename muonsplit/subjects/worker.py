@@ -15,9 +15,10 @@ from torch import Tensor
 from muonsplit.errors import LackingError, RefusedError, SubjectError
 from muonsplit.layout import Layout
 from muonsplit.models.load import ready
+from muonsplit.sharding.ways import Sharding
 from muonsplit.subjects import limits
 from muonsplit.subjects.connect import Connection, connect
-from muonsplit.subjects.drive import Models, Saved, Task, drive
+from muonsplit.subjects.drive import Checkpoint, Models, Saved, Task, drive
 from muonsplit.subjects.protocol import Hyper
 from muonsplit.subjects.wire import Header, Tensors, labelled, part, read, write
 
@@ -38,6 +39,7 @@ def described(connection: Connection) -> dict[str, Any]:
         "given": dict(connection.options),
         "off": dict(info.off),
         "options": {name: list(values) for name, values in info.options.items()},
+        "ways": list(info.ways),
         "takes": sorted(inspect.signature(connection.factory).parameters),
         "distribution": connection.distribution,
         "version": version,
@@ -106,6 +108,10 @@ def _answer(
         saved and Saved(saved["steps"], _layouts(saved["layouts"]), saved["options"]),
         header["turned"],
         header["state"],
+        header["sharding"] and Sharding(**header["sharding"]),
+        header["micro_batches"],
+        header["alike"],
+        Checkpoint(**header["keep"]),
     )
     outcome = drive(connection, task, held.models)
     found: dict[str, Tensor] = {}
