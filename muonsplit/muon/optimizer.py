@@ -13,7 +13,7 @@ from muonsplit.layout import Layout
 from muonsplit.muon import checked
 from muonsplit.muon.blocks import Direction
 from muonsplit.muon.momentum import advance_momentum
-from muonsplit.muon.sharded import directions_together
+from muonsplit.muon.sharded import directions_together, owners_together
 from muonsplit.muon.step import apply_
 from muonsplit.newton_schulz import Backend, refuse
 from muonsplit.sharding import CutHeads, aligned, holding, local_of
@@ -91,6 +91,7 @@ class PerHeadMuon(torch.optim.Optimizer):
         self.cut_heads: CutHeads = cut_heads
         self.layouts = checked.layouts(layouts)
         self._built = False
+        self._owners: dict[str, list[int]] | None = None
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -144,7 +145,7 @@ class PerHeadMuon(torch.optim.Optimizer):
                 raise InputError(f"A layout is given for {name!r}, which is no parameter here.")
             checked.weight(name, named[name].shape, layout)
         self.layouts = checked.uncut(named, self.layouts, self.cut_heads)
-        self._agreed = False
+        self._agreed, self._owners = False, None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a state; momentum keeps the dtype it was saved in.
@@ -214,8 +215,13 @@ class PerHeadMuon(torch.optim.Optimizer):
             updates: What momentum made of their gradients, one a name; local tensors.
         """
         weights = dict(self._named())
+        if self._owners is None:
+            trained = [name for name in weights if name in self.layouts]
+            held = [holding(name, weights[name], self.layouts[name]) for name in trained]
+            self._owners = dict(zip(trained, owners_together(held), strict=True))
         holdings = [holding(name, weights[name], self.layouts[name]) for name in names]
-        return directions_together(updates, holdings, self.arithmetic, self.backend)
+        owned = [self._owners[name] for name in names]
+        return directions_together(updates, holdings, owned, self.arithmetic, self.backend)
 
     def _muon(self, named: list[tuple[str, Tensor]], group: dict[str, Any]) -> None:
         for some in _batched(named, _AT_ONCE[self.backend]):

@@ -20,9 +20,29 @@ from muonsplit.sharding.pieces import Piece, Share
 _Place = tuple[int, int]
 
 
+def owners_together(holdings: Sequence[Holding]) -> list[list[int]]:
+    """Who orthogonalises each block of each weight, as places among those who hold the weight.
+
+    Decided over all weights at once: batch by batch, what is alone in its batch would always go to
+    the first member.
+
+    Args:
+        holdings: What is held of each weight that a step may touch, alike on every rank.
+    """
+    found: list[list[int]] = [[] for _ in holdings]
+    for weights in _by_group(holdings):
+        members = holdings[weights[0]].members
+        # All weights count as work, and every rank has to see the same.
+        chosen = owners([holdings[w].shares for w in weights], len(members.ranks))
+        for w, each in zip(weights, chosen, strict=True):
+            found[w] = each
+    return found
+
+
 def directions_together(
     updates: Sequence[Tensor],
     holdings: Sequence[Holding],
+    owned: Sequence[Sequence[int]],
     arithmetic: Arithmetic,
     backend: Backend = "torch",
 ) -> list[Direction]:
@@ -33,6 +53,7 @@ def directions_together(
     Args:
         updates: What momentum made of the local gradients.
         holdings: What is held of each weight, and by whom.
+        owned: Who orthogonalises each block; see :func:`owners_together`.
         arithmetic: What is computed on a block.
         backend: As :func:`muonsplit.newton_schulz.newton_schulz` takes it.
 
@@ -40,7 +61,7 @@ def directions_together(
         A direction for each local tensor.
     """
     plain = [w for w, held in enumerate(holdings) if held.as_it_is]
-    groups = [_Group(some, updates, holdings) for some in _by_group(holdings)]
+    groups = [_Group(some, updates, holdings, owned) for some in _by_group(holdings)]
     places = [(group, place) for group in groups for place in group.blocks]
     given = [updates[w] for w in plain] + [group.blocks[place] for group, place in places]
     layouts = [holdings[w].local for w in plain]
@@ -88,12 +109,14 @@ class _Group:
     """
 
     def __init__(
-        self, weights: Sequence[int], updates: Sequence[Tensor], holdings: Sequence[Holding]
+        self,
+        weights: Sequence[int],
+        updates: Sequence[Tensor],
+        holdings: Sequence[Holding],
+        owned: Sequence[Sequence[int]],
     ) -> None:
         self._members = holdings[weights[0]].members
-        # All weights count as work, and every rank has to see the same.
-        found = owners([holdings[w].shares for w in weights], len(self._members.ranks))
-        self._owners = dict(zip(weights, found, strict=True))
+        self._owners = {w: owned[w] for w in weights}
         self.held = {w: holdings[w] for w in weights if not holdings[w].as_it_is}
         self.blocks: dict[_Place, Tensor] = {
             (w, b): updates[w].new_empty(share.shape)

@@ -109,7 +109,7 @@ def facts(certificate: Certificate) -> list[tuple[str, str]]:
         ("profile", certificate.profile),
         ("seed", str(certificate.seed)),
         ("device", "cpu"),
-        ("ranks", str(certificate.world)),
+        *([("ranks", str(certificate.world))] if certificate.world > 1 else []),
         ("isolated", "in a process of its own" if certificate.isolated else "no: in this process"),
     ]
 

@@ -5,6 +5,7 @@ holds most of it, and its result goes back to where its rows are: fewer bytes th
 everywhere, and it is orthogonalised once.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -80,16 +81,23 @@ def shares(
         layout: How it is cut; None for one block, or one for each matrix of a stack.
         regions: What each member holds; together everything, and nothing twice.
     """
+    blocks, axis = block_regions(shape, layout), 0 if layout is None else layout.axis
+    cuts = sorted((a, b, i) for i, block in enumerate(blocks) for a, b in block[axis])
+    starts = [start for start, _, _ in cuts]
+    pieces: list[list[Piece]] = [[] for _ in blocks]
+    for member, region in enumerate(regions):
+        # Blocks lie along one axis: those that a member touches are found without asking all.
+        touched = {
+            i
+            for start, stop in region[axis]
+            for _, _, i in cuts[bisect_right(starts, start) - 1 : bisect_left(starts, stop)]
+        }
+        for i in touched:
+            if tiles := tuple(_tiles(blocks[i], region)):
+                pieces[i].append(Piece(member, tiles))
     return tuple(
-        Share(
-            tuple(_length(spans) for spans in block),
-            tuple(
-                Piece(member, tiles)
-                for member, region in enumerate(regions)
-                if (tiles := tuple(_tiles(block, region)))
-            ),
-        )
-        for block in block_regions(shape, layout)
+        Share(tuple(_length(spans) for spans in block), tuple(held))
+        for block, held in zip(blocks, pieces, strict=True)
     )
 
 
@@ -128,21 +136,31 @@ def owners(weights: Sequence[Sequence[Share]], members: int) -> list[list[int]]:
     """
     found = [[-1] * len(blocks) for blocks in weights]
     load = [0] * members
-    contested: list[tuple[int, int, int, list[int]]] = []
+    contested: list[tuple[int, int, int, list[int]]] = []  # members ascending
+    # Weights that are alike have the same shares.
+    most: dict[int, list[int]] = {}
     for w, blocks in enumerate(weights):
         for b, share in enumerate(blocks):
-            most = max(piece.elements for piece in share.pieces)
-            best = [piece.member for piece in share.pieces if piece.elements == most]
+            best = most.get(id(share))
+            if best is None:
+                best = most[id(share)] = _most(share)
             if len(best) == 1:
                 found[w][b] = best[0]
                 load[best[0]] += share.cost
             else:
                 contested.append((-share.cost, w, b, best))
     for cost, w, b, best in sorted(contested):
-        chosen = min(best, key=lambda member: (load[member], member))
+        chosen = min(best, key=load.__getitem__)  # the first of those that have least
         found[w][b] = chosen
         load[chosen] -= cost
     return found
+
+
+def _most(share: Share) -> list[int]:
+    """Those who hold most of a block, ascending."""
+    elements = [piece.elements for piece in share.pieces]
+    largest = max(elements)
+    return [p.member for p, n in zip(share.pieces, elements, strict=True) if n == largest]
 
 
 def _tiles(block: Region, region: Region) -> Iterator[Tile]:
