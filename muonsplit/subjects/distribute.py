@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from muonsplit.sharding.members import on_mesh
 from muonsplit.sharding.ways import Sharding
 
 # In the environment of a worker that is one of several: where they meet.
@@ -85,15 +86,9 @@ def _tensor_parallel(model: nn.Module, mesh: Any, axes: Mapping[str, int]) -> No
     tensor.distribute_module(model, mesh, divide)
 
 
-def local(x: Tensor) -> Tensor:
-    """What this rank holds of a tensor: all of it, if it is no DTensor."""
-    to_local = getattr(x, "to_local", None)
-    return x if to_local is None else to_local()
-
-
 def like(full: Tensor, placed: Tensor) -> Tensor:
     """The part of a whole tensor that this rank holds of another of its shape."""
-    if not hasattr(placed, "placements"):
+    if not on_mesh(placed):
         return full
     tensor: Any = import_module("torch.distributed.tensor")
     where: Any = placed
@@ -115,7 +110,7 @@ def state_of(value: Any, parameter: Tensor) -> Tensor | None:
     if value.shape == parameter.shape:
         return whole(value)
     held: Any = parameter
-    if hasattr(held, "placements") and value.shape == held.to_local().shape:
+    if on_mesh(parameter) and value.shape == held.to_local().shape:
         tensor: Any = import_module("torch.distributed.tensor")
         placed = tensor.DTensor.from_local(
             value, held.device_mesh, held.placements, shape=held.shape, stride=held.stride()

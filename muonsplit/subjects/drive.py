@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from muonsplit.errors import LackingError, RefusedError, SubjectError
 from muonsplit.layout import Layout
 from muonsplit.models.load import Config, build
+from muonsplit.sharding import local_of
 from muonsplit.sharding.ways import Sharding
 from muonsplit.subjects import checkpoint
 from muonsplit.subjects.connect import Connection
-from muonsplit.subjects.distribute import distribute, enter_group, like, local, state_of, whole
+from muonsplit.subjects.distribute import distribute, enter_group, like, state_of, whole
 from muonsplit.subjects.protocol import Hyper
 
 Tensors = Mapping[str, Tensor]
@@ -185,7 +186,7 @@ class _Run:
             given = self._gradients
             # Looked up anew: FSDP2 puts whole parameters in place of shards meanwhile.
             named = model.named_parameters()
-            return torch.stack([(local(p) * like(given[n], p)).sum() for n, p in named]).sum()
+            return torch.stack([(local_of(p) * like(given[n], p)).sum() for n, p in named]).sum()
 
         model.forward = loss
         self._called = model
@@ -253,13 +254,13 @@ class _Run:
             self._backward()
             if hasattr(self._stepper, "backward") and number < first + self._task.micro_batches - 1:
                 self._stepper.step()
-        held = {n: local(p.grad) for n, p in self._named.items() if p.grad is not None}
+        held = {n: local_of(p.grad) for n, p in self._named.items() if p.grad is not None}
         given = {name: gradient.clone() for name, gradient in held.items()}
         self._stepper.step()
         written = [
             name
             for name, before in given.items()
-            if (after := self._named[name].grad) is not None and not _same(before, local(after))
+            if (after := self._named[name].grad) is not None and not _same(before, local_of(after))
         ]
         self._model.zero_grad(set_to_none=True)
         return [] if hasattr(self._stepper, "backward") else written
