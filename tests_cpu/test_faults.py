@@ -12,10 +12,12 @@ from muonsplit.checks import CHECKS
 from muonsplit.dialect import dialect_named
 from muonsplit.faulty import CHEATS, FAULTS, LEGAL, shown
 from muonsplit.faulty.floor import KINDS, Floor, caught_by, floor
+from muonsplit.faulty.registry import Fault
 from muonsplit.faulty.trial import Row, Trial, row, tried
 from muonsplit.faulty.visibility import Visibility, visibility
 from muonsplit.layout import Layout
 from muonsplit.observe.families import FAMILIES, of_family
+from muonsplit.sharding.ways import fits
 from muonsplit.subjects.process import InProcess
 from muonsplit.subjects.protocol import info_of
 
@@ -37,7 +39,7 @@ prime-rl #1754 | Emerging-Optimizers #239 | Primus _as_bool | VeOmni load_state_
 Megatron-LM #4728 | Primus propagate_specs | DeepSpeed #8384, tensor parallelism
 torchtitan #4078 | DeepSpeed #7807 | DeepSpeed #8443 | AReaL #1270 | Moonlight #27
 Megatron-LM #6380 | PaddleFleet #1703 | xtuner #1582 | Megatron-LM #7077 | torchtitan #4531
-Megatron-LM #6740 | dion #74 | dion, num_heads on a mesh | dion, split_sizes with NorMuon
+Megatron-LM #6740 | dion #74 | dion #83 | dion, num_heads on a mesh | dion, split_sizes with NorMuon
 DeepSpeed #8628 | Megatron-LM #4486 | DeepSpeed #8580 | DeepSpeed #8580, review by alanhuangyoo
 DeepSpeed #8580, review | xtuner #2030 | modded-nanogpt #47 | Megatron-LM #1428
 Megatron-LM #7085 | PaddleFormers #4532 | DeepSpeed #8533 | DeepSpeed #8432 | #8435
@@ -51,7 +53,11 @@ DeepSpeed #7641 | DeepSpeed #8091 | DeepSpeed #8384, its toy models | DeepSpeed 
 DeepSpeed #8436, dt_bias | gram-newton-schulz split utils | xtuner _muonsplit | PaddleFleet #1739
 modded-nanogpt #253
 """
-_NOT_HERE = "## What cannot exist in one process on a CPU"
+_NOT_HERE = "## What is not planted"
+
+
+def _row(fault: Fault) -> str:
+    return f"| `{fault.name}` | {fault.place} | {fault.origin} | `{fault.check}` |"
 
 
 def _slow(name: str) -> bool:
@@ -60,7 +66,9 @@ def _slow(name: str) -> bool:
     return late and (fault.model in _LARGE or "standard" in fault.dialect)
 
 
-_NAMES = [pytest.param(n, marks=pytest.mark.slow) if _slow(n) else n for n in FAULTS]
+# Those of several ranks are tried in test_sharded_faults.py.
+_IN_ONE_PROCESS = [name for name, fault in FAULTS.items() if fault.world == 1]
+_NAMES = [pytest.param(n, marks=pytest.mark.slow) if _slow(n) else n for n in _IN_ONE_PROCESS]
 
 
 @pytest.mark.parametrize("name", _NAMES)
@@ -70,9 +78,19 @@ def test_fault_is_caught_first_by_its_check(name: str) -> None:
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", _IN_ONE_PROCESS)
 def test_fault_is_caught_with_other_seeds(name: str, seed: int) -> None:
     assert tried(InProcess(f"faulty:{name}"), FAULTS[name], seed) == FAULTS[name].check
+
+
+def test_faults_of_ranks_name_their_way() -> None:
+    ranks = [fault for fault in FAULTS.values() if fault.world > 1]
+    assert len(ranks) >= 20
+    assert all(fits(fault.way, fault.world) for fault in ranks)
+    assert all(not FAULTS[name].way for name in _IN_ONE_PROCESS)
+    assert FAULTS["part-of-a-head"].place == "llama, fsdp on 4"
+    assert FAULTS["heads-permuted"].place == "llama"
+    assert [f.name for f in ranks if _row(f) not in _DOCS] == []
 
 
 def test_every_check_has_a_fault_that_it_catches_first() -> None:
@@ -100,6 +118,7 @@ def test_names_are_unique_and_lead_to_what_was_declared() -> None:
         info = info_of(getattr(faulty, name.replace("-", "_")))
         assert info is not None
         assert (info.dialect, info.recognises) == (fault.dialect, fault.recognises)
+        assert info.ways == ((fault.way,) if fault.way else ("ddp",))
         dialect_named(fault.dialect)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from muonsplit.checks.case import Case
 from muonsplit.checks.registry import BLIND, Finding, Findings, SkipError, check
+from muonsplit.checks.variants import ordinary
 from muonsplit.errors import RefusedError, SubjectFaultError
 from muonsplit.geometry import Decision
 from muonsplit.layout import Layout, Segment, compress
@@ -16,7 +17,8 @@ def cut_heads(case: Case) -> Findings:
 
     Where it gathers, the update is that of whole heads; where it drops, that of the whole matrix.
     Neither each rank's part, nor its part of a head, may be orthogonalised on its own. Where it
-    raises, the subject must say so, and nothing else is asked of it under this sharding.
+    raises, the subject must say so, though it takes a step where no head is cut, and nothing else
+    is asked of it under this sharding.
     Seen in public: half heads after tensor parallelism (DeepSpeed #8384), shards smaller than a
     head (torchtitan #4078), shards taken for matrices (AReaL #1270, Moonlight #27).
     """
@@ -26,7 +28,7 @@ def cut_heads(case: Case) -> Findings:
     try:
         after = case.base.after[0]
     except (SubjectFaultError, RefusedError) as error:
-        if raises and getattr(error, "raised", True):
+        if raises and getattr(error, "raised", True) and _steps_uncut(case):
             case.ended = f"the subject refuses shards that cut heads: {error.message}"
             return
         raise SkipError("the subject takes no step: see subject.answers") from None
@@ -36,6 +38,21 @@ def cut_heads(case: Case) -> Findings:
             yield Finding(name, said, "an error", "a step was taken")
         else:
             yield from _misfit(case, d, after[name])
+
+
+def _steps_uncut(case: Case) -> bool:
+    """Whether the subject takes a step under the same sharding where no head is cut.
+
+    One that finds the heads itself has none to find on bare weights, and is taken at its word.
+    """
+    if case.described["recognises"]:
+        return True
+    uncut = ordinary(case)
+    try:
+        uncut.run([uncut.gradients])
+    except (SubjectFaultError, RefusedError):
+        return False
+    return True
 
 
 def _misfit(case: Case, d: Decision, after: object) -> Iterator[Finding]:

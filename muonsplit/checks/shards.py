@@ -1,5 +1,6 @@
 """Is what shards come to the same as in a single process, also when a run is resumed elsewhere?"""
 
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from muonsplit.layout import Layout
 from muonsplit.subjects.drive import Checkpoint, Outcome
 from muonsplit.subjects.ranks import Ranks
 
+# Strong enough that what is not decayed shows in what Muon does not train, too.
+_DECAY = 0.1
 # An elementwise step is a dozen operations, each rounded by half an ulp of what it moves by.
 _ELEMENTWISE = 12 * torch.finfo(torch.float32).eps
 
@@ -61,7 +64,7 @@ def _uneven(world: int) -> Weights:
 
 @check("sharding.invariance", "a sharded step is the step of a single process")
 def invariance(case: Case) -> Findings:
-    """Two steps, sharded and by the same subject in a single process.
+    """Two steps with decay, sharded and by the same subject in a single process.
 
     Every parameter is compared, those too that Muon does not train. Where bits differ, the
     difference must stay within what rounding may do to both: sums over ranks are in another order.
@@ -82,12 +85,15 @@ def invariance(case: Case) -> Findings:
             yield Finding(d.name, said, "the step of one process", "another", numbers)
     for d in case.plan.others:
         end, wanted = both.seen.after[-1][d.name], both.wanted.after[-1][d.name]
-        moved = float((wanted - case.start[d.name]).norm())
-        off, limit = float((end - wanted).norm()), 2 * _ELEMENTWISE * (moved + float(wanted.norm()))
-        if not off <= limit:
-            said = f"two steps are not those of one process: off by {off:.3g}, {limit:.3g} allowed"
-            numbers = {"off": off, "allowed": limit, "moved": moved}
-            yield Finding(d.name, said, "the steps of one process", "others", numbers)
+        if said := _apart(end, wanted, case.start[d.name], steps=2):
+            yield Finding(d.name, f"two steps are not those of one process: {said}")
+
+
+def _apart(end: Tensor, wanted: Tensor, start: Tensor, steps: int) -> str:
+    """How far elementwise steps are from where they must end; empty if rounding explains it."""
+    moved = float((wanted - start).norm())
+    off, limit = float((end - wanted).norm()), steps * _ELEMENTWISE * (moved + float(wanted.norm()))
+    return "" if off <= limit else f"off by {off:.3g} of {moved:.3g}, {limit:.3g} allowed"
 
 
 class _Both(NamedTuple):
@@ -106,7 +112,8 @@ class _Both(NamedTuple):
 
 def _both(case: Case) -> _Both:
     drawn = [case.conditioned("invariance", i) for i in range(2)]
-    return _Both(drawn, case.run(drawn), case.run(drawn, **_alone(case)))
+    hyper = replace(case.hyper, weight_decay=_DECAY)
+    return _Both(drawn, case.run(drawn, hyper=hyper), case.run(drawn, hyper=hyper, **_alone(case)))
 
 
 def _alone(case: Case) -> dict[str, Any]:
@@ -121,7 +128,8 @@ def resume(case: Case) -> Findings:
 
     The checkpoint is one of ``torch.distributed.checkpoint``, which puts shards together by name.
     The end must be that of four steps in a single process within what rounding may do to each.
-    A momentum that is lost, local or out of place is off by as much as a step.
+    A momentum that is lost, local or out of place is off by as much as a step; so is what is kept
+    for parameters that Muon does not train.
     """
     sharding_of(case)
     drawn = [case.conditioned("resume", i) for i in range(4)]
@@ -142,3 +150,6 @@ def resume(case: Case) -> Findings:
             if not off <= limit:
                 numbers = {"off": off, "allowed": limit}
                 yield Finding(d.name, f"{said}: off by {off:.3g}", "as if it went on", "", numbers)
+        for d in case.plan.others:
+            if apart := _apart(end[d.name], whole[-1][d.name], case.start[d.name], steps=8):
+                yield Finding(d.name, f"{said}: {apart}", "as if it went on")

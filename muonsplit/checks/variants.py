@@ -11,15 +11,26 @@ from muonsplit.geometry.leaf import Kind
 from muonsplit.layout import Layout
 from muonsplit.models.bare import BARE
 
-# What any subject that needs nothing but weights and layouts can be built on.
-_ORDINARY: "Weights" = {
-    "a.q_proj.weight": ((32, 48), Layout.heads("q", 4, 8)),
-    "a.k_proj.weight": ((16, 48), Layout.heads("k", 2, 8)),
-    "a.v_proj.weight": ((16, 48), Layout.heads("v", 2, 8)),
-    "a.up_proj.weight": ((64, 48), None),
-}
 # Name → rows and columns, and how they are cut.
 Weights = Mapping[str, tuple[Sequence[int], Layout | None]]
+
+
+def ordinary(case: Case) -> Case:
+    """The subject on what any that needs nothing but weights and layouts can be built on.
+
+    As many heads as there are ranks, so that no shard cuts one.
+
+    Args:
+        case: The subject on its own model.
+    """
+    n = 1 if case.sharding is None else case.sharding.world
+    weights: Weights = {
+        "a.q_proj.weight": ((32 * n, 48), Layout.heads("q", 4 * n, 8)),
+        "a.k_proj.weight": ((16 * n, 48), Layout.heads("k", 2 * n, 8)),
+        "a.v_proj.weight": ((16 * n, 48), Layout.heads("v", 2 * n, 8)),
+        "a.up_proj.weight": ((64, 48), None),
+    }
+    return _on(case, weights)
 
 
 def bare(case: Case, weights: Weights) -> Case:
@@ -37,9 +48,9 @@ def bare(case: Case, weights: Weights) -> Case:
         raise SkipError("the subject finds the heads itself, and bare weights show none")
     if case.plan.split and all(d.name in case.diverged for d in case.plan.split):
         raise SkipError("every weight that is split has diverged before")
-    ordinary = _on(case, _ORDINARY)
+    usual = ordinary(case)
     try:
-        ordinary.run([ordinary.gradients])
+        usual.run([usual.gradients])
     except SubjectFaultError as fault:
         if not fault.raised:
             raise

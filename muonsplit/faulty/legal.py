@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from muonsplit.dialect import DEFAULT_DIALECT, Arithmetic, dialect_named
 from muonsplit.faulty.base import Broken, Layouts, broken, by_block, choosing, sound
+from muonsplit.faulty.gathering import GATHER, RAISE, Engine, Gathering
 from muonsplit.faulty.registry import Factory, summary_of
 from muonsplit.faulty.steps import JORDAN, five_steps
 from muonsplit.geometry import plan
 from muonsplit.layout import Layout
-from muonsplit.muon import advance_momentum, orthogonalize
+from muonsplit.muon import PerHeadMuon, advance_momentum, orthogonalize
 from muonsplit.subjects.protocol import Hyper, subject
 
 _BFLOAT16 = "deepspeed-0.19.8-standard"
@@ -29,11 +30,13 @@ class LegalVariant:
         name: Name on the command line, as ``faulty:NAME``.
         dialect: The dialect it speaks.
         summary: In what it differs from the reference, in one line.
+        ways: Ways of sharding it works under.
     """
 
     name: str
     dialect: str
     summary: str
+    ways: tuple[str, ...] = ("ddp",)
 
 
 LEGAL: dict[str, LegalVariant] = {}
@@ -44,14 +47,20 @@ def _legal(
     recognises: bool = False,
     off: Mapping[str, str] | None = None,
     options: Mapping[str, tuple[str, str]] | None = None,
+    ways: tuple[str, ...] = ("ddp",),
 ) -> Callable[[Factory], Factory]:
     """Registers a factory as a legal variant; see :func:`~muonsplit.subjects.protocol.subject`."""
 
     def register(factory: Factory) -> Factory:
         name = factory.__name__.replace("_", "-")
-        LEGAL[name] = LegalVariant(name, dialect, summary_of(factory))
+        LEGAL[name] = LegalVariant(name, dialect, summary_of(factory), ways)
         return subject(
-            dialect=dialect, recognises=recognises, models=("llama",), off=off, options=options
+            dialect=dialect,
+            recognises=recognises,
+            models=("llama",),
+            off=off,
+            options=options,
+            ways=ways,
         )(factory)
 
     return register
@@ -238,6 +247,33 @@ def finds_heads_itself(model: nn.Module, hyper: Hyper, per_head: str = "true") -
     made.raise_if_nothing()
     found = made.layouts()
     return broken(model, found if per_head == "true" else dict.fromkeys(found), hyper)
+
+
+@_legal(GATHER, ways=("ddp", "tp", "fsdp", "hsdp", "tp-fsdp"))
+def gathers_whole_weights(model: nn.Module, layouts: Layouts, hyper: Hyper) -> Gathering:
+    """Gathers every weight on every rank, and keeps the rank's own part of the result."""
+    return Gathering(model, layouts, hyper)
+
+
+@_legal(RAISE, ways=("fsdp",))
+def refuses_cut_heads(model: nn.Module, layouts: Layouts, hyper: Hyper) -> PerHeadMuon:
+    """Refuses shards that cut heads, as it declares."""
+    return PerHeadMuon(
+        model.named_parameters(),
+        layouts,
+        cut_heads="raise",
+        lr=hyper.lr,
+        momentum=hyper.momentum,
+        weight_decay=hyper.weight_decay,
+    )
+
+
+@_legal(ways=("engine",))
+def reduces_by_itself(
+    model: nn.Module, layouts: Layouts, hyper: Hyper, micro_batches: int
+) -> Engine:
+    """Sums gradients over micro-batches and ranks itself."""
+    return Engine(model, layouts, hyper, micro_batches)
 
 
 def _speaking(name: str) -> Callable[..., Any]:

@@ -26,6 +26,8 @@ class Fault:
         origin: Where it was seen in public, or that it was made for its check.
         summary: What is wrong, in one line.
         recognises: Whether it finds the heads itself.
+        world: Ranks that it needs.
+        way: The way of sharding it is planted under; empty on one process.
     """
 
     name: str
@@ -36,6 +38,13 @@ class Fault:
     origin: str
     summary: str
     recognises: bool = False
+    world: int = 1
+    way: str = ""
+
+    @property
+    def place(self) -> str:
+        """The model, and how it is divided among ranks if it is."""
+        return f"{self.model}, {self.way} on {self.world}" if self.way else self.model
 
 
 FAULTS: dict[str, Fault] = {}
@@ -51,6 +60,8 @@ def fault(
     recognises: bool = False,
     off: Mapping[str, str] | None = None,
     options: Mapping[str, tuple[str, str]] | None = None,
+    world: int = 1,
+    way: str = "",
 ) -> Callable[[Factory], Factory]:
     """Registers a factory as a fault; its docstring says what is wrong.
 
@@ -63,15 +74,25 @@ def fault(
         recognises: Whether it finds the heads itself, and is given the model only.
         off: As for :func:`~muonsplit.subjects.protocol.subject`.
         options: Likewise.
+        world: Ranks that it needs.
+        way: The way of sharding it is planted under, if it needs more than one.
     """
+    ways = (way,) if way else ("ddp",)
 
     def register(factory: Factory) -> Factory:
         name = factory.__name__.replace("_", "-")
         summary = summary_of(factory)
         assert name not in FAULTS, name
-        FAULTS[name] = Fault(name, check, model, dialect, kind, origin, summary, recognises)
+        FAULTS[name] = Fault(
+            name, check, model, dialect, kind, origin, summary, recognises, world, way
+        )
         return subject(
-            dialect=dialect, recognises=recognises, models=(model,), off=off, options=options
+            dialect=dialect,
+            recognises=recognises,
+            models=(model,),
+            off=off,
+            options=options,
+            ways=ways,
         )(factory)
 
     return register

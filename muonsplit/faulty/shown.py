@@ -30,7 +30,7 @@ def trial_table(tried: Iterable[Trial]) -> Shown:
     """Each fault with the check that it names and the one that caught it."""
     columns = ("fault", "on", "named check", "first to fail", "caught", "origin", "what is wrong")
     rows = [
-        (f.name, f.model, f.check, t.first, "yes" if t.caught else "NO", f.origin, f.summary)
+        (f.name, f.place, f.check, t.first, "yes" if t.caught else "NO", f.origin, f.summary)
         for t in tried
         for f in [t.fault]
     ]

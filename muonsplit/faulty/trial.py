@@ -1,6 +1,7 @@
 """Trying the corpus: which check is the first to fail on each fault."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,7 +10,8 @@ from muonsplit.certificate.verdict import Status
 from muonsplit.checks import CHECKS
 from muonsplit.checks.registry import check_named
 from muonsplit.faulty.registry import FAULTS, Fault
-from muonsplit.subjects.process import Driver, Worker
+from muonsplit.subjects.process import Driver
+from muonsplit.subjects.ranks import driver_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,23 @@ class Trial:
 
 
 def trials(progress: Progress = lambda model, check: None) -> Iterator[Trial]:
-    """Certifies every fault on the model it names, in one worker process."""
-    with Worker("faulty:none") as worker:
+    """Certifies every fault on the model it names, on the ranks it needs."""
+    for driver, fault in _driven(progress):
+        yield Trial(fault, tried(driver, fault))
+
+
+def _driven(progress: Progress) -> Iterator[tuple[Driver, Fault]]:
+    """Every fault with what runs it: one driver for each number of ranks."""
+    with ExitStack() as stack:
+        drivers: dict[int, Driver] = {}
         for fault in FAULTS.values():
-            worker.spec = f"faulty:{fault.name}"
+            if fault.world not in drivers:
+                made = driver_for("faulty:none", fault.world)
+                drivers[fault.world] = stack.enter_context(made)
+            driver = drivers[fault.world]
+            driver.spec = f"faulty:{fault.name}"
             progress("faulty", fault.name)
-            yield Trial(fault, tried(worker, fault))
+            yield driver, fault
 
 
 def tried(driver: Driver, fault: Fault, seed: int = 0) -> str:
@@ -51,8 +64,15 @@ def tried(driver: Driver, fault: Fault, seed: int = 0) -> str:
         fault: The fault.
         seed: Root of every random draw.
     """
-    first = first_to_fail(certify(driver, Question(seed=seed, only=up_to(fault.check))))
-    return first or first_to_fail(certify(driver, Question(seed=seed)))
+    ways = _ways(fault)
+    asked = Question(seed=seed, ways=ways, only=up_to(fault.check))
+    return first_to_fail(certify(driver, asked)) or first_to_fail(
+        certify(driver, Question(seed=seed, ways=ways))
+    )
+
+
+def _ways(fault: Fault) -> tuple[str, ...]:
+    return (fault.way,) if fault.way else ()
 
 
 def up_to(check: str) -> list[str]:
@@ -81,12 +101,9 @@ class Row:
 
 
 def matrix(progress: Progress = lambda model, check: None) -> Iterator[Row]:
-    """Asks every check about every fault, in one worker process."""
-    with Worker("faulty:none") as worker:
-        for fault in FAULTS.values():
-            worker.spec = f"faulty:{fault.name}"
-            progress("faulty", fault.name)
-            yield row(worker, fault)
+    """Asks every check about every fault, on the ranks it needs."""
+    for driver, fault in _driven(progress):
+        yield row(driver, fault)
 
 
 def row(driver: Driver, fault: Fault) -> Row:
@@ -96,7 +113,7 @@ def row(driver: Driver, fault: Fault) -> Row:
         driver: Runs the fault.
         fault: The fault.
     """
-    certificate = certify(driver, Question(apart=True))
+    certificate = certify(driver, Question(apart=True, ways=_ways(fault)))
     results = (result for model in certificate.models for result in model.results)
     return Row(fault, {result.check: result.status for result in results})
 

@@ -25,7 +25,7 @@ def explain(id: str) -> str:
         return f"{id}: {check.title}\n\n{check.explain}\n\n{caught}".rstrip()
     if id in FAULTS:
         fault = FAULTS[id]
-        caught = f"Caught by: {fault.check}, on {fault.model}"
+        caught = f"Caught by: {fault.check}, on {fault.place}"
         return f"{id}: {fault.summary}\nOrigin: {fault.origin}\n{caught}"
     if id in CHEATS:
         return f"{id}: {CHEATS[id].summary}\nA cheat: it must not conform."

@@ -63,7 +63,12 @@ def _optimizers(stepper: Any) -> list[torch.optim.Optimizer]:
 
 
 def _quietly(act: Callable[[], object]) -> None:
+    refused: Any = import_module("torch.distributed.checkpoint.api").CheckpointException
     with warnings.catch_warnings():
         # Of a single process without a group, which is what is meant here.
         warnings.simplefilter("ignore")
-        act()
+        try:
+            act()
+        except refused as error:
+            # It is no Exception, and would end the process.
+            raise RuntimeError(f"the checkpoint fails: {error}") from error
