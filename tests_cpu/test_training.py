@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from muonsplit import Decision, plan
 from muonsplit.dialect import DIALECTS
+from muonsplit.layout import Layout
 from muonsplit.models.load import build, resolve
 from muonsplit.models.miniature import VOCABULARY, miniature
 from muonsplit.muon import PerHeadMuon
@@ -62,10 +64,18 @@ class Trained(NamedTuple):
 Factory = Callable[[nn.Module, Setting, float], Stepper]
 
 
+Layouts = Mapping[str, Layout | None]
+
+
+def per_head(
+    named: Iterable[tuple[str, nn.Parameter]], layouts: Layouts, setting: Setting, lr: float = 1.0
+) -> PerHeadMuon:
+    return PerHeadMuon(named, layouts, dialect=setting.dialect, lr=lr * LR, adamw_lr=lr * ADAMW_LR)
+
+
 def reference(model: nn.Module, setting: Setting, lr: float) -> Stepper:
     layouts = plan(model, setting.dialect).layouts()
-    rates = {"lr": lr * LR, "adamw_lr": lr * ADAMW_LR}
-    return PerHeadMuon(model.named_parameters(), layouts, dialect=setting.dialect, **rates)
+    return per_head(model.named_parameters(), layouts, setting, lr)
 
 
 @functools.cache
@@ -80,6 +90,11 @@ def tokens() -> tuple[Tensor, Tensor]:
     return text[:, :-1], text[:, 1:]
 
 
+def halves() -> list[tuple[Tensor, Tensor]]:
+    """Two batches of as many tokens as one another: the mean of their means is that of all."""
+    return list(zip(*(x.chunk(2) for x in tokens()), strict=True))
+
+
 def entropy() -> float:
     """Of the true next tokens, in nats: who ignores the input can do no better on average."""
     share = torch.bincount(tokens()[1].flatten()) / tokens()[1].numel()
@@ -91,16 +106,16 @@ def small_config(name: str) -> dict[str, object]:
     return miniature(resolve(name).config)
 
 
-def untrained(setting: Setting) -> nn.Module:
+def untrained(setting: Setting, changed: Mapping[str, object] = MappingProxyType({})) -> nn.Module:
     torch.manual_seed(0)
-    model = build(small_config(setting.model), "cpu").train()
+    model = build({**small_config(setting.model), **changed}, "cpu").train()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(setting.dtype)
     return model
 
 
-def logits(model: nn.Module) -> Tensor:
-    given = model(tokens()[0])
+def logits(model: nn.Module, inputs: Tensor | None = None) -> Tensor:
+    given = model(tokens()[0] if inputs is None else inputs)
     return (given if isinstance(given, Tensor) else given.logits).float().flatten(0, 1)
 
 
@@ -249,12 +264,8 @@ class HeadByHead:
             for block in layout.blocks() if layout else ():
                 weight, (rows,) = model.get_parameter(name), [slice(*span) for span in block.spans]
                 self.parts.append((nn.Parameter(weight.data[rows]), weight, rows))
-        rates = {"lr": lr * LR, "adamw_lr": lr * ADAMW_LR}
         given = [(whole, cut), *(({"w": part}, {"w": None}) for part, _, _ in self.parts)]
-        self.optimizers = [
-            PerHeadMuon(p.items(), layouts, dialect=setting.dialect, **rates)
-            for p, layouts in given
-        ]
+        self.optimizers = [per_head(p.items(), cut, setting, lr) for p, cut in given]
 
     def step(self) -> None:
         for part, weight, rows in self.parts:

@@ -2,7 +2,7 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -114,12 +114,16 @@ def facts(certificate: Certificate) -> list[tuple[str, str]]:
     ]
 
 
-def alone(model: ModelResult, weight: str) -> str:
-    """How the sharded update of a weight is beside that of one process, in words."""
-    off = model.alone.get(weight)
-    if off is None:
+def alone(model: ModelResult, weights: Sequence[str]) -> str:
+    """How the sharded updates of weights are beside those of one process, in words."""
+    off = [model.alone[name] for name in weights if name in model.alone]
+    if not off:
         return "not looked at"
-    return "same bits" if off == 0 else f"off by {off:.1g}"
+    same = sum(x == 0 for x in off)
+    if same == len(off):
+        return "same bits"
+    most = f"off by up to {max(off):.1g}"
+    return f"{most}, {same} with the same bits" if same else most
 
 
 def same_bits(certificate: Certificate) -> tuple[int, int]:

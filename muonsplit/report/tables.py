@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from muonsplit.certificate.run import Certificate
 from muonsplit.certificate.verdict import ModelResult, Status, WeightResult
@@ -97,18 +98,17 @@ def _counts(model: ModelResult) -> str:
 
 def weights_table(model: ModelResult) -> Table:
     """The three answers for each set of weights that differ only by layer."""
-    beside = [alone(model, w.weight) for w in model.weights]
-    alike = Counter(
-        (
-            *(w.leaf, w.shape, w.truth, w.planned, w.observed or "not looked at"),
-            *([off] if model.way else []),
-            _state(w),
-        )
-        for w, off in zip(model.weights, beside, strict=True)
-    )
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for w in model.weights:
+        said = (w.truth, w.planned, w.observed or "not looked at")
+        alike.setdefault((w.leaf, w.shape, said, _state(w)), []).append(w.weight)
     rows = [
-        (f"×{count}", leaf, shown_shape(shape), *said)
-        for (leaf, shape, *said), count in alike.items()
+        (
+            *(f"×{len(names)}", leaf, shown_shape(shape), *said),
+            *([alone(model, names)] if model.way else []),
+            state,
+        )
+        for (leaf, shape, said, state), names in alike.items()
     ]
     columns = (
         "count",
