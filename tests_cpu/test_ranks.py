@@ -64,7 +64,7 @@ def test_the_reference_conforms_on_two_ranks_bit_by_bit(two: Ranks, way: str) ->
         ("llama", "fsdp", True),
         ("llama", "tp", True),
         ("llama", "hsdp", False),
-        ("deepseek-v2-lite", "tp-fsdp", True),
+        ("deepseek-v2-lite", "tp-fsdp", False),
     ],
 )
 def test_the_reference_conforms_on_four_ranks_bit_by_bit(

@@ -1,7 +1,7 @@
 """What a sharded step costs on paper: operations and bytes of every rank. Nothing is run."""
 
 from muonsplit.cost.count import ACCELERATOR, AT_ONCE, Counter, Load, Weight, load
-from muonsplit.cost.recipe import Grid, placed, stages
+from muonsplit.cost.recipe import Grid, stages
 from muonsplit.cost.step import Cost, Row, Spread, Stage, cost, spread
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "Weight",
     "cost",
     "load",
-    "placed",
     "spread",
     "stages",
 ]

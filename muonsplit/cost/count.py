@@ -1,15 +1,15 @@
 """What each rank of a device mesh multiplies and sends for a list of weights.
 
-The rule is that of :mod:`muonsplit.muon.sharded`. Weights go in batches. Those of a batch that have
-cut blocks and are divided along the same axes of the mesh are shared out together over the ranks
-along these axes; ranks that differ on the others are replicas, and do the same work again.
+The rule is that of :mod:`muonsplit.muon.sharded`. Weights that are divided along the same axes of
+the mesh are shared out together, all of them at once, over the ranks along these axes; ranks that
+differ on the others are replicas, and do the same work again. What travels does so batch by batch.
 
     whole block, one holder       orthogonalised there, nothing is sent
     cut block                     pieces go there to its owner, in the dtype of the update,
                                   and come back to where they were, in the dtype of the result
 """
 
-from bisect import bisect_left, bisect_right
+from collections import Counter as Tally
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -23,8 +23,8 @@ from muonsplit.layout import Layout
 from muonsplit.newton_schulz import Backend
 from muonsplit.newton_schulz.program import program
 from muonsplit.newton_schulz.rounding import carrier, result_dtype
-from muonsplit.sharding import Region, region
-from muonsplit.sharding.pieces import Piece, Share, Tile, block_regions, owners
+from muonsplit.sharding import owners, region
+from muonsplit.sharding.pieces import Share, shares
 
 # Elements of whole weights that PerHeadMuon steps at once.
 AT_ONCE: Mapping[Backend, int] = {"torch": 1 << 26, "triton": 1 << 31}
@@ -73,7 +73,23 @@ class Load:
         return cls([0] * ranks, [0] * ranks, [0] * ranks)
 
 
-@dataclass(frozen=True, slots=True)
+class Block(NamedTuple):
+    """One block of a weight.
+
+    Attributes:
+        flop: Operations that it takes.
+        elements: How many it has.
+        held: How many of them each member that holds some has.
+        once: Whether these are all of them, each once.
+    """
+
+    flop: int
+    elements: int
+    held: Mapping[int, int]
+    once: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Divided:
     """One weight, over each group of ranks that hold it together.
 
@@ -81,8 +97,9 @@ class Divided:
         axes: Axes of the mesh along which it is divided.
         members: Ranks of a group.
         replicas: Groups, each of which does everything.
-        shares: Its blocks.
-        flop: Operations of each block.
+        shares: Its blocks, as they are shared out.
+        blocks: What they cost.
+        held: Elements of all blocks that each member has.
         there: Bytes of an element on its way to an owner.
         back: Bytes of an element of a result.
     """
@@ -91,19 +108,20 @@ class Divided:
     members: int
     replicas: int
     shares: tuple[Share, ...]
-    flop: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    held: tuple[int, ...]
     there: int
     back: int
 
     @property
     def cut(self) -> int:
         """Blocks that no member holds whole."""
-        return sum(len(share.pieces) > 1 for share in self.shares)
+        return sum(len(block.held) > 1 for block in self.blocks)
 
     @property
     def lacking(self) -> int:
         """Elements that are outside the largest piece of their block: the fewest to be sent."""
-        return sum(prod(s.shape) - max(p.elements for p in s.pieces) for s in self.shares)
+        return sum(block.elements - max(block.held.values()) for block in self.blocks)
 
 
 def load(
@@ -126,14 +144,11 @@ def load(
     Raises:
         LayoutError: If a placement says which sum, not which rows.
     """
-    counter = Counter(mesh, arithmetic, device)
-    for batch in batched(weights, at_once):
-        counter.add(batch)
-    return counter.load
+    return Counter(mesh, arithmetic, device).count(batched(weights, at_once))[0]
 
 
 class Counter:
-    """Adds up batches on one mesh; what is alike is counted once.
+    """Counts what steps cost on one mesh; weights that are alike are divided once.
 
     Args:
         mesh: As :func:`load` takes it, as the other arguments are.
@@ -146,36 +161,30 @@ class Counter:
     ) -> None:
         self.mesh, self.arithmetic, self.device = tuple(mesh), arithmetic, device
         self._divided: dict[object, Divided] = {}
-        self._batches: dict[object, tuple[Load, int]] = {}
-        self._times: dict[object, int] = {}
 
-    def add(self, batch: Sequence[Weight]) -> int:
-        """Adds a batch.
+    def count(self, batches: Iterable[Sequence[Weight]]) -> tuple[Load, int]:
+        """What a step costs.
+
+        Args:
+            batches: All weights of the step; those of a batch travel together.
 
         Returns:
-            Its blocks that have one owner, which holds some of them.
+            The load of each rank, and how many blocks have one owner, which holds some of them.
         """
-        key = tuple(weight[1:] for weight in batch)
-        if key not in self._batches:
-            self._batches[key] = self._counted([self.divided(weight) for weight in batch])
-        self._times[key] = self._times.get(key, 0) + 1
-        return self._batches[key][1]
-
-    def begin(self) -> None:
-        """Begins anew; what was counted once is kept."""
-        self._times.clear()
-
-    @property
-    def load(self) -> Load:
-        """What was added."""
-        total, calls = Load.none(prod(self.mesh)), 0
-        for key, times in self._times.items():
-            one = self._batches[key][0]
-            for sums, values in zip(_lists(total), _lists(one), strict=True):
-                for rank, value in enumerate(values):
-                    sums[rank] += times * value
-            calls += times * one.calls
-        return Load(*_lists(total), calls)
+        together: dict[tuple[int, ...], list[Divided]] = {}
+        total, calls, owned = Load.none(prod(self.mesh)), 0, 0
+        for batch in batches:
+            found = [self.divided(weight) for weight in batch]
+            calls += 2 * len({weight.axes for weight in found if weight.cut})
+            for weight in found:
+                together.setdefault(weight.axes, []).append(weight)
+        for axes, weights in together.items():
+            one, some = _shared_out(weights)
+            owned += some
+            for rank, member in enumerate(_members(self.mesh, axes)):
+                for sums, values in zip(_lists(total), _lists(one), strict=True):
+                    sums[rank] += values[member]
+        return Load(*_lists(total), calls), owned
 
     def divided(self, weight: Weight) -> Divided:
         """The weight's blocks and who holds them."""
@@ -190,36 +199,28 @@ class Counter:
         mesh = [self.mesh[axis] for axis in axes]
         along = [weight.placements[axis] for axis in axes]
         places = product(*map(range, mesh))
-        regions = (region(weight.shape, mesh, place, along) for place in places)
-        shares = shares_of(weight.shape, weight.layout, regions)
+        regions = [region(weight.shape, mesh, place, along) for place in places]
+        cut = shares(weight.shape, weight.layout, regions)
         dtype = self.arithmetic.dtype_on(self.device)
         each = {
             shape: program(self.arithmetic, *shape, dtype).operations(*sorted(shape))
-            for shape in {share.shape[-2:] for share in shares}
+            for shape in {share.shape[-2:] for share in cut}
         }
+        blocks = tuple(_block(share, each[share.shape[-2:]]) for share in cut)
+        held = [0] * prod(mesh)
+        for block in blocks:
+            for member, elements in block.held.items():
+                held[member] += elements
         return Divided(
             axes=axes,
             members=prod(mesh),
             replicas=prod(self.mesh) // prod(mesh),
-            shares=shares,
-            flop=tuple(each[share.shape[-2:]] for share in shares),
+            shares=cut,
+            blocks=blocks,
+            held=tuple(held),
             there=weight.dtype.itemsize,
             back=sent_back(weight.dtype, self.arithmetic, self.device).itemsize,
         )
-
-    def _counted(self, batch: Sequence[Divided]) -> tuple[Load, int]:
-        together: dict[tuple[tuple[int, ...], bool], list[Divided]] = {}
-        for weight in batch:
-            together.setdefault((weight.axes, weight.cut > 0), []).append(weight)
-        total, calls, owned = Load.none(prod(self.mesh)), 0, 0
-        for (axes, cut), weights in together.items():
-            one, found = _shared_out(weights, cut)
-            owned += found
-            calls += one.calls
-            for rank, member in enumerate(_members(self.mesh, axes)):
-                for sums, values in zip(_lists(total), _lists(one), strict=True):
-                    sums[rank] += values[member]
-        return Load(*_lists(total), calls), owned
 
 
 def sent_back(
@@ -254,57 +255,27 @@ def batched(weights: Iterable[Weight], at_once: int) -> Iterator[list[Weight]]:
         yield some
 
 
-def shares_of(
-    shape: Sequence[int], layout: Layout | None, regions: Iterable[Region]
-) -> tuple[Share, ...]:
-    """As :func:`muonsplit.sharding.pieces.shares`, in time that grows with what there is.
-
-    A tile tells how many elements it has and not where they are: pieces of one size share theirs.
-
-    Args:
-        shape: Shape of the whole weight.
-        layout: How it is cut.
-        regions: What each member holds.
-    """
-    blocks, axis = block_regions(shape, layout), layout.axis if layout is not None else 0
-    cuts = sorted((a, b, i) for i, block in enumerate(blocks) for a, b in block[axis])
-    starts = [start for start, _, _ in cuts]
-    held: list[dict[int, int]] = [{} for _ in blocks]
-    for member, found in enumerate(regions):
-        across = prod(_length(spans) for i, spans in enumerate(found) if i != axis)
-        for start, stop in found[axis] if across else ():
-            first, last = bisect_right(starts, start) - 1, bisect_left(starts, stop)
-            for a, b, i in cuts[first:last]:
-                rows = min(b, stop) - max(a, start)
-                held[i][member] = held[i].get(member, 0) + rows * across
-    tiles = {n: (Tile((slice(0, n),), ()),) for sizes in held for n in sizes.values()}
-    return tuple(
-        Share(
-            tuple(_length(spans) for spans in block),
-            tuple(Piece(member, tiles[n]) for member, n in sizes.items()),
-        )
-        for block, sizes in zip(blocks, held, strict=True)
-    )
-
-
-def _shared_out(weights: Sequence[Divided], cut: bool) -> tuple[Load, int]:
+def _shared_out(weights: Sequence[Divided]) -> tuple[Load, int]:
     """The load of each member of a group, and how many blocks have an owner that holds some."""
-    members, owned = weights[0].members, 0
-    one = Load.none(members)
-    if cut:
-        found = owners([weight.shares for weight in weights], members)
-    else:
-        found = [[share.pieces[0].member for share in weight.shares] for weight in weights]
-    for weight, chosen in zip(weights, found, strict=True):
-        for share, flop, owner in zip(weight.shares, weight.flop, chosen, strict=True):
-            one.flop[owner] += flop
-            sizes = {piece.member: piece.elements for piece in share.pieces}
-            owned += owner in sizes and sum(sizes.values()) == prod(share.shape)
-            for member, elements in sizes.items():
-                if member != owner:
-                    one.there[member] += elements * weight.there
-                    one.back[owner] += elements * weight.back
-    return Load(*_lists(one), 2 if cut else 0), owned
+    one, owned = Load.none(weights[0].members), 0
+    for weight, times in Tally(weights).items():
+        for member, elements in enumerate(weight.held):
+            one.there[member] += times * elements * weight.there
+    chosen = owners([weight.shares for weight in weights], weights[0].members)
+    for weight, its in zip(weights, chosen, strict=True):
+        for block, owner in zip(weight.blocks, its, strict=True):
+            # What an owner holds itself is not sent.
+            stays = block.held.get(owner, 0)
+            one.flop[owner] += block.flop
+            one.there[owner] -= stays * weight.there
+            one.back[owner] += (block.elements - stays) * weight.back
+            owned += stays > 0 and block.once
+    return one, owned
+
+
+def _block(share: Share, flop: int) -> Block:
+    elements, held = prod(share.shape), {p.member: p.elements for p in share.pieces}
+    return Block(flop, elements, held, sum(held.values()) == elements)
 
 
 def _members(mesh: Sequence[int], axes: Sequence[int]) -> Iterator[int]:
@@ -318,7 +289,3 @@ def _members(mesh: Sequence[int], axes: Sequence[int]) -> Iterator[int]:
 
 def _lists(load: Load) -> tuple[list[int], list[int], list[int]]:
     return load.flop, load.there, load.back
-
-
-def _length(spans: Iterable[tuple[int, int]]) -> int:
-    return sum(stop - start for start, stop in spans)

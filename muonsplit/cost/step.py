@@ -15,13 +15,15 @@ from muonsplit.cost.count import (
     Load,
     Weight,
     batched,
-    shares_of,
 )
-from muonsplit.cost.recipe import Grid, placed, stages
+from muonsplit.cost.recipe import Grid, stages
 from muonsplit.dialect import Arithmetic
 from muonsplit.errors import UsageError
 from muonsplit.geometry import Decision, Plan
+from muonsplit.geometry.shard import tensor_parallel_axes
 from muonsplit.sharding import region
+from muonsplit.sharding.pieces import shares
+from muonsplit.sharding.ways import fsdp_over_tp
 
 
 class Spread(NamedTuple):
@@ -220,17 +222,16 @@ def cost(
     """
     if not plan.decisions:
         raise UsageError("The model has no weights that Muon trains.")
-    counter = Counter(grid.mesh, arithmetic, device)
+    counter, axes = Counter(grid.mesh, arithmetic, device), tensor_parallel_axes(plan)
 
     def weight(d: Decision) -> Weight:
-        return Weight(d.name, d.shape, d.layout, placed(d, grid.tp), dtype)
+        return Weight(d.name, d.shape, d.layout, fsdp_over_tp(axes.get(d.name), grid.tp), dtype)
 
     made: list[Stage] = []
     for decisions in stages(plan.decisions, grid.pp):
-        counter.begin()
         batches = list(batched(map(weight, decisions), at_once))
-        owned = sum(map(counter.add, batches))
-        made.append(Stage(len(decisions), owned, len(batches), counter.load))
+        found, owned = counter.count(batches)
+        made.append(Stage(len(decisions), owned, len(batches), found))
     rows = [
         _row(d, count, weight(d).placements, counter.divided(weight(d)), grid.tp)
         for d, count in plan.table()
@@ -240,7 +241,7 @@ def cost(
 
 def _row(d: Decision, count: int, placements: Sequence[Placement], found: Divided, tp: int) -> Row:
     lacking = count * found.replicas * found.lacking
-    flop = count * sum(found.flop)
+    flop = count * sum(block.flop for block in found.blocks)
     return Row(
         owner=d.owner,
         leaf=d.leaf,
@@ -248,7 +249,7 @@ def _row(d: Decision, count: int, placements: Sequence[Placement], found: Divide
         layout=None if d.layout is None else str(d.layout),
         placements=", ".join(map(str, placements)),
         count=count,
-        blocks=count * len(found.shares),
+        blocks=count * len(found.blocks),
         cut=count * found.cut,
         cut_by_tp=count * _cut_by_tp(d, tp),
         flop=flop,
@@ -262,5 +263,5 @@ def _cut_by_tp(d: Decision, tp: int) -> int:
     if d.layout is None:
         return 0
     along = [Shard(d.layout.axis)]
-    regions = (region(d.shape, (tp,), (rank,), along) for rank in range(tp))
-    return sum(len(share.pieces) > 1 for share in shares_of(d.shape, d.layout, regions))
+    regions = [region(d.shape, (tp,), (rank,), along) for rank in range(tp)]
+    return sum(len(share.pieces) > 1 for share in shares(d.shape, d.layout, regions))

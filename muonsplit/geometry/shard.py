@@ -4,13 +4,19 @@ from collections.abc import Mapping
 
 from muonsplit.dialect import Dialect, dialect_named
 from muonsplit.errors import CutHeadError, LayoutError, UsageError
+from muonsplit.geometry.leaf import SPLITTABLE
 from muonsplit.geometry.plan import Decision, Plan
 from muonsplit.sharding import Local, Shard, sharded
 from muonsplit.sharding.local import HINT
 
 # An MLP's leaves, as most models call them.
-_UP = frozenset(("gate_proj", "up_proj", "w1", "w3"))
-_DOWN = frozenset(("down_proj", "w2"))
+_UP = frozenset(
+    {"gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "w13", "fc1", "fc_in"}
+    | {"dense_h_to_4h", "linear_fc1"}
+)
+_DOWN = frozenset({"down_proj", "w2", "fc2", "fc_out", "dense_4h_to_h", "linear_fc2"})
+# Down to the rank of a gate of low rank.
+_GATE_DOWN = frozenset({"g_a_proj", "f_a_proj"})
 
 
 def shard_plan(plan: Plan, shards: Mapping[str, Shard], dialect: Dialect | str) -> dict[str, Local]:
@@ -78,18 +84,32 @@ def _check_size(decision: Decision, shard: Shard) -> None:
 def tensor_parallel_axes(plan: Plan) -> dict[str, int]:
     """The axis along which the usual recipe of tensor parallelism divides each weight.
 
-    What is cut by heads, and an MLP's way up, are divided by their outputs; output projections and
-    an MLP's way down by their inputs. Weights that are not named every rank holds.
+    query … value, split or not      heads: outputs
+    output gate of attention         outputs; one of low rank on the way up
+    output projection                inputs
+    gate, up | down of an MLP        outputs | inputs, by leaf name
+    stack of experts                 experts
+
+    Weights that are not named every rank holds.
 
     Args:
         plan: The plan of the whole model.
     """
-    axes: dict[str, int] = {}
-    for d in plan.decisions:
-        if d.layout is not None:
-            axes[d.name] = d.layout.axis
-        elif len(d.shape) == 2 and (d.kind == "output" or d.leaf in _DOWN):
-            axes[d.name] = 1
-        elif len(d.shape) == 2 and d.leaf in _UP:
-            axes[d.name] = 0
-    return axes
+    found = {d.name: _tensor_axis(d) for d in plan.decisions}
+    return {name: axis for name, axis in found.items() if axis is not None}
+
+
+def _tensor_axis(d: Decision) -> int | None:
+    if d.layout is not None:
+        return d.layout.axis
+    if len(d.shape) == 3 or d.kind in SPLITTABLE:
+        return 0
+    match d.kind:
+        case "output":
+            return 1
+        case "gate":
+            return None if d.leaf in _GATE_DOWN else 0
+        case "other":
+            return 0 if d.leaf in _UP else 1 if d.leaf in _DOWN else None
+        case _:
+            return None

@@ -89,9 +89,7 @@ class Sharding:
             case "hsdp":
                 return (types.Replicate(), rows)
             case "tp-fsdp":
-                if axis == 0:
-                    rows = types._StridedShard(0, split_factor=self.mesh["tp"])
-                return (rows, divided)
+                return fsdp_over_tp(axis, self.mesh["tp"])
             case _:
                 return (types.Replicate(),)
 
@@ -108,6 +106,20 @@ class Sharding:
 
     def __str__(self) -> str:
         return f"{self.way} on {self.world} ranks"
+
+
+def fsdp_over_tp(axis: int | None, tp: int) -> tuple[Any, Any]:
+    """The placements of a parameter on FSDP × tensor parallelism, as FSDP2 states them.
+
+    Args:
+        axis: Along which tensor parallelism divides it; None for not at all.
+        tp: Ranks of a tensor-parallel group; of one, nothing is divided.
+    """
+    types: Any = import_module("torch.distributed.tensor.placement_types")
+    if axis is None or tp == 1:
+        return types.Shard(0), types.Replicate()
+    rows = types._StridedShard(0, split_factor=tp) if axis == 0 else types.Shard(0)
+    return rows, types.Shard(axis)
 
 
 def fits(way: str, world: int) -> bool:
