@@ -1,7 +1,9 @@
 """The signed bias of singular values: what it reads, what it forgives, and what it sees."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 from muonsplit.certificate.run import Certificate, Question, certify
 from muonsplit.dialect import Arithmetic, dialect_named
 from muonsplit.faulty import steps
-from muonsplit.newton_schulz import COEFFICIENTS, newton_schulz
+from muonsplit.newton_schulz import COEFFICIENTS, newton_schulz, schedule
 from muonsplit.observe.bias import Bias, biases, observe
 from muonsplit.observe.gradients import conditioned
 from muonsplit.subjects.drive import Outcome, Task
@@ -252,6 +254,180 @@ def test_a_coefficient_that_later_steps_hide_is_not_read() -> None:
     pinned = replace(arithmetic, coefficients="polar-express-8", steps=8)
     names = {b.coefficient for b in read([legal], [legal], [X], pinned)}
     assert "a of step 8" not in names
+
+
+def grown(sigma: float, steps: Steps) -> float:
+    """F(σ)."""
+    for a, b, c in steps:
+        sigma = a * sigma + b * sigma**3 + c * sigma**5
+    return sigma
+
+
+def sensitivities(sigma: float, steps: Steps) -> list[float]:
+    """∂ ln F / ∂θ by central differences, for a, b and c of each different step."""
+    found: list[float] = []
+    for triple in dict.fromkeys(steps):
+        for i in range(3):
+            ahead, behind = (
+                [
+                    tuple(x + h * (j == i) for j, x in enumerate(s)) if s == triple else s
+                    for s in steps
+                ]
+                for h in (1e-6, -1e-6)
+            )
+            slope = (grown(sigma, ahead) - grown(sigma, behind)) / 2e-6  # type: ignore[arg-type]
+            found.append(slope / grown(sigma, steps))
+    return found
+
+
+def centred(values: Sequence[float]) -> list[float]:
+    mean = sum(values) / len(values)
+    return [x - mean for x in values]
+
+
+def taken_apart(x: Tensor, update: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
+    """One block by hand: its centred sensitivities ``[k, θ]``, and Σ e·ρ of an update."""
+    U, S, Vh = torch.linalg.svd(x.double(), full_matrices=False)
+    values = [float(s) / (float(S.norm()) + 1e-7) for s in S]
+    slopes = [sensitivities(value, steps) for value in values]
+    columns = [centred(column) for column in zip(*slopes, strict=True)]
+    e = torch.tensor(columns, dtype=torch.float64).mT
+    parts = [
+        float(U[:, k] @ update.double() @ Vh[k]) / grown(value, steps)
+        for k, value in enumerate(values)
+    ]
+    mean = sum(parts) / len(parts)
+    rho = torch.tensor([part / mean - 1 for part in parts], dtype=torch.float64)
+    return e, e.mT @ rho
+
+
+def said_by_hand(
+    where: str,
+    blocks: Sequence[tuple[Tensor, Tensor, Tensor]],
+    names: Sequence[str],
+    steps: Steps,
+    unit: float,
+) -> list[Bias]:
+    """Every bias of some blocks, their updates and their legal ones, from the formulas."""
+    taken = [
+        (taken_apart(x, seen, steps), taken_apart(x, legal, steps)) for x, seen, legal in blocks
+    ]
+    values = [value for triple in dict.fromkeys(steps) for value in triple]
+    deviations = (2 * (9 * math.log(10) + math.log(2))) ** 0.5
+    told: list[Bias] = []
+    for j, (name, value) in enumerate(zip(names, values, strict=True)):
+        energies = [
+            sum(float(e[:, j] @ e[:, i]) for (e, _), _ in taken) for i in range(len(values))
+        ]
+        energy = energies[j]
+        seen = [float(s[j]) / energy for (_, s), _ in taken]
+        legal = [float(s[j]) / energy for _, (_, s) in taken]
+        apart = sum((s - t) ** 2 for s, t in zip(seen, legal, strict=True)) ** 0.5
+        error = max(apart, 0.5 * sum(t * t for t in legal) ** 0.5)
+        # Seven roundings to float32 of each coefficient's term, all to one side.
+        reach = sum(abs(x * v) for x, v in zip(energies, values, strict=True)) / energy
+        slack = 7 * 2.0**-24 * reach
+        triple = values[j // 3 * 3 : j // 3 * 3 + 3]
+        if max(map(abs, triple)) * energy**0.5 > deviations * unit:
+            told.append(Bias(name, where, value, sum(seen), sum(legal), error, slack, energy))
+    return told
+
+
+def perturbed(X: Tensor, steps: Steps, noise: float, seed: int) -> Tensor:
+    source = torch.Generator().manual_seed(seed)
+    update = exact(X, steps)
+    return update + noise * torch.randn(update.shape, generator=source, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "count", "dtype"),
+    [("jordan", 5, "float32"), ("you", 3, "float32"), ("deepseek-v4", 10, "bfloat16")],
+)
+@pytest.mark.parametrize("differ", [0.3, 1.0])
+def test_every_number_is_what_its_formula_says(
+    coefficients: str, count: int, dtype: Any, differ: float
+) -> None:
+    arithmetic = Arithmetic(
+        coefficients=coefficients, steps=count, cpu_dtype=dtype, compute_dtype=dtype
+    )
+    steps = schedule(arithmetic)
+    given = [drawn(*shape, 12) for shape in [(3, 6, 7), (2, 4, 9), (2, 9, 4), (3, 2, 5)]]
+    legal = [perturbed(X, steps, 0.01, 1) for X in given]
+    # As far apart as they are off, or so near that half of how far they are off counts.
+    seen = [
+        y + differ * (perturbed(X, steps, 0.01, 2) - exact(X, steps))
+        for X, y in zip(given, legal, strict=True)
+    ]
+    found = read([y * 1.7 for y in seen], [y * 0.2 for y in legal], given, arithmetic)
+    names = {
+        "jordan": [f"{x} of every step" for x in "abc"],
+        "you": [f"{x} of step {i}" for i in (1, 2, 3) for x in "abc"],
+        "deepseek-v4": [
+            *(f"{x} of steps 1, 2, 3, 4, 5, 6, 7, 8" for x in "abc"),
+            *(f"{x} of steps 9, 10" for x in "abc"),
+        ],
+    }[coefficients]
+    unit = torch.finfo(getattr(torch, dtype)).eps / 2
+    blocks = [list(zip(*each, strict=True)) for each in zip(given, seen, legal, strict=True)]
+    expected: list[Bias] = []
+    for where, chosen in (
+        ("all blocks", [each for some in blocks for each in some]),
+        ("blocks of short side 2", blocks[3]),
+        ("blocks of short side 4", [*blocks[1], *blocks[2]]),
+        ("blocks of short side 6", blocks[0]),
+    ):
+        expected += said_by_hand(where, chosen, names, steps, unit)
+    assert [(b.coefficient, b.where) for b in found] == [(b.coefficient, b.where) for b in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.declared == other.declared
+        for field in ("seen", "legal", "error", "slack", "energy"):
+            wanted = pytest.approx(getattr(other, field), rel=1e-5, abs=0)
+            assert getattr(one, field) == wanted, field
+    # Blocks of one short side are read once.
+    for count, sides in ((1, set()), (2, {4, 6})):
+        some = read(seen[:count], legal[:count], given[:count], arithmetic)
+        places = {"all blocks"} | {f"blocks of short side {side}" for side in sides}
+        assert {b.where for b in some} == places
+
+
+def test_what_is_allowed_is_chance_and_float32() -> None:
+    bias = Bias("a", "all blocks", 3.4445, 0.5, 0.2, 0.04, 0.1, 1.0)
+    assert bias.off == pytest.approx(0.3)
+    # 2·exp(−z²/2) = 10⁻⁹ on either of two sides.
+    z = (2 * math.log(2e9)) ** 0.5
+    assert bias.allowed == pytest.approx(z * 0.04 + 0.1)
+    assert bias.passes
+    assert not replace(bias, seen=0.2 + 1.001 * bias.allowed).passes
+    assert not replace(bias, seen=0.2 - 1.001 * bias.allowed).passes
+
+
+def test_directions_in_the_noise_of_the_cast_do_not_count() -> None:
+    # In bfloat16, 32 roundoffs of the norm over 6, the root of 36 entries: 0.0208 of it.
+    norm, values = 3.0, [0.9, 0.4, 0.0212, 0.0205]
+    values[1] = (1 - 0.9**2 - 0.0212**2 - 0.0205**2) ** 0.5
+    for rows, cols in [(4, 9), (9, 4)]:
+        X = torch.zeros(2, rows, cols, dtype=torch.float64)
+        X.diagonal(dim1=1, dim2=2).copy_(norm * torch.tensor(values))
+        seen = observe(X, exact(X, [JORDAN] * 5), Arithmetic())
+        assert seen.exact.isfinite().tolist() == [[True, True, True, False]] * 2
+        assert seen.e[:, 3].abs().max() == 0
+        # The others are centred among themselves.
+        assert seen.e.sum(1).abs().max() < 1e-12
+        assert seen.e[:, :3].abs().min() > 1e-3
+
+
+def test_one_direction_has_no_shape_even_where_nothing_was_made_of_it() -> None:
+    X = drawn(2, 8, 24, 13)
+    X = X[:, :, :1] @ X[:, :1, :]
+    assert observe(X, torch.zeros_like(X), Arithmetic()).seen.eq(0).all()
+
+
+def test_every_observation_has_its_legal_updates() -> None:
+    X = drawn(4, 8, 24, 8)
+    seen = exact(X, [JORDAN] * 5)
+    for legal in ([], [seen, seen]):
+        with pytest.raises(ValueError, match="zip"):
+            read([seen], legal, [X], Arithmetic())
 
 
 class Counting(InProcess):

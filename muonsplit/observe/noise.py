@@ -3,14 +3,15 @@
 Rounding x = m·2ᵉ to a dtype of unit roundoff u errs uniformly in ±u·2ᵉ, so relative to x by
 u/(√3·m); over mantissas m spread logarithmically in [1, 2) its root mean square is u/√3 · 0.735.
 A step f(σ) = aσ + bσ³ + cσ⁵ adds the noise of its own products and passes on what came before.
-What is passed on is known exactly: in the basis of X's singular vectors the derivative of f
+What a step passes on is known: in the basis of X's singular vectors the derivative of f
 multiplies
 
     the symmetric part inside the row space   by (f(σᵢ) − f(σⱼ)) / (σᵢ − σⱼ),
     the antisymmetric part inside it          by (f(σᵢ) + f(σⱼ)) / (σᵢ + σⱼ),
     what leaves the row space                 by f(σᵢ) / σᵢ,
 
-so the variance of the noise is followed entry by entry in that basis. Noise in the Gram matrix A
+so the variance of the noise is followed entry by entry in that basis, an entry and its mirror as if
+they were independent, which after the first step they are not. Noise in the Gram matrix A
 passes through g(λ) = bλ + cλ², by b + c(λᵢ + λⱼ), and reaches X inside its row space.
 
 A product over k terms also rounds its growing partial sums in float32 (float64 in float64): k/3

@@ -6,6 +6,7 @@ of it, through the launcher's store: a subject runs isolated on each machine.
 
 import os
 import platform
+import time
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -70,17 +71,25 @@ class _Channel:
         """Waits for the next frame.
 
         Raises:
-            TimeoutError: If it takes longer.
+            TimeoutError: If it takes longer, or the store is gone.
         """
         key = str(self._count)
         try:
             self._store.wait([key], limit)
-        except Exception as error:  # torch raises its own kinds
+            frame = self._store.get(key)
+            self._store.delete_key(key)
+        except RuntimeError as error:
             raise TimeoutError(str(error)) from error
-        frame = self._store.get(key)
-        self._store.delete_key(key)
         self._count += 1
         return wire.unpacked(frame)
+
+    def let_read(self) -> None:
+        """Waits until the last frame was read: the store may end with this process."""
+        until = time.monotonic() + _SLACK_S
+        while self._count and time.monotonic() < until:
+            if not self._store.check([str(self._count - 1)]):
+                return
+            time.sleep(_POLL_S)
 
     @property
     def waiting(self) -> bool:
@@ -119,6 +128,7 @@ class Launched:
         for rank in others:
             self._to[rank].send(told, {})
         if apart:
+            self._let_read()
             raise _apart(told["why"])
 
     def _heard(self, rank: int) -> dict[str, Any]:
@@ -150,6 +160,11 @@ class Launched:
         """See :meth:`muonsplit.subjects.ranks.Launch.close`."""
         for channel in self._to.values():
             channel.send({"do": "leave"}, {})
+        self._let_read()
+
+    def _let_read(self) -> None:
+        for channel in self._to.values():
+            channel.let_read()
 
 
 class _Remote(Worker):
@@ -203,14 +218,22 @@ def serve(arguments: list[str]) -> None:
         arguments: What this rank was asked for.
 
     Raises:
-        UsageError: If rank 0 is of other software, or was asked for something else.
+        UsageError: If rank 0 is of other software, was asked for something else, or is gone.
     """
     check_world(launched_world())
     to, back = _Channel(_rank(), 0), _Channel(0, _rank())
     to.send(_introduced(arguments), {})
-    told, _ = back.receive(_JOINING)
-    if told["do"] == "refuse":
-        raise _apart(told["why"])
+    try:
+        told, _ = back.receive(_JOINING)
+        if told["do"] != "refuse":
+            _serve(to, back)
+            return
+    except TimeoutError as error:
+        raise UsageError(f"Rank 0 does not ask any more: {error}", "See what it says.") from None
+    raise _apart(told["why"])
+
+
+def _serve(to: _Channel, back: _Channel) -> None:
     worker: Worker | None = None
     with ThreadPoolExecutor(1) as thread:
         while True:
