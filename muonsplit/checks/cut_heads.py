@@ -80,26 +80,31 @@ def _by_shard(case: Case, d: Decision) -> dict[str, Layout | None]:
     held = {r[axis] for r in case.sharding.regions(d.name, d.shape) if all(r)}
     parts = sorted({stop for spans in held for _, stop in spans})
     heads = [block.spans[-1][1] for block in d.layout.blocks()]
-    found: dict[str, Layout | None] = {
-        "each rank's part": _at(parts, axis),
-        "each rank's part of a head": _at(sorted({*parts, *heads}), axis),
-    }
-    counted = [stop - start for start, stop in zip([0, *parts], parts, strict=False)]
-    if all(rows % len(heads) == 0 for rows in counted):
-        found["as many heads on each rank"] = _at(
-            [
-                at + rows // len(heads) * (i + 1)
-                for at, rows in zip([0, *parts], counted, strict=False)
-                for i in range(len(heads))
-            ],
-            axis,
-        )
     assert parts[-1] == size
-    return found
+    ends = {
+        "each rank's part": parts,
+        "each rank's part of a head": sorted({*parts, *heads}),
+        "as many heads on each rank": _counted_again(parts, len(heads)),
+    }
+    found = {name: _rows(stops) for name, stops in ends.items()}
+    # A line alone has nothing to orthogonalise.
+    return {name: _at(rows, axis) for name, rows in found.items() if min(rows, default=0) > 1}
 
 
-def _at(stops: list[int], axis: int) -> Layout:
-    """The layout of blocks that end at the given lines."""
-    rows = [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
+def _counted_again(parts: list[int], heads: int) -> list[int]:
+    """Where blocks end if each part is cut into as many heads as the whole; nowhere if not even."""
+    rows = _rows(parts)
+    if any(n % heads for n in rows):
+        return []
+    starts = zip(parts, rows, strict=True)
+    return [stop - n + n // heads * (i + 1) for stop, n in starts for i in range(heads)]
+
+
+def _rows(stops: list[int]) -> list[int]:
+    return [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
+
+
+def _at(rows: list[int], axis: int) -> Layout:
+    """The layout of consecutive blocks."""
     segments, groups = compress([Segment("part", 1, n) for n in rows])
     return Layout(segments, groups, axis)

@@ -10,7 +10,7 @@ from torch import Tensor
 from muonsplit.checks.case import Case
 from muonsplit.checks.compare import judged, wrong
 from muonsplit.checks.ranks import same_bits, sharding_of
-from muonsplit.checks.registry import Finding, Findings, SkipError, check
+from muonsplit.checks.registry import Finding, Findings, SkipError, UndecidedError, check
 from muonsplit.checks.variants import Weights, bare
 from muonsplit.errors import RefusedError, SubjectFaultError
 from muonsplit.layout import Layout
@@ -36,19 +36,23 @@ def uneven(case: Case) -> Findings:
     if not sharding.holds_shards:
         raise SkipError("every rank is given whole weights")
     raises = case.dialect.split.cut_heads == "raise"
-    for name, (shape, layout) in _uneven(sharding.world).items():
+    asked, n = 0, sharding.world
+    undecided: list[UndecidedError] = []
+    for name, (shape, layout) in _uneven(n).items():
         varied = bare(case, {name: (shape, layout)})
         if raises and varied.cut_heads:
             continue  # see sharding.cut_heads
-        drawn = varied.conditioned("uneven")
+        asked += 1
+        drawn, where = varied.conditioned("uneven"), f"{shape[0]} × {shape[1]} on {n} ranks"
         try:
-            after = varied.probe(drawn)
+            yield from wrong(varied, judged(varied, drawn, varied.probe(drawn)), where)
         except (RefusedError, SubjectFaultError) as fault:
-            said = f"{shape[0]} × {shape[1]} on {sharding.world} ranks: {fault.message}"
+            said = f"{where}: {fault.message}"
             yield Finding(name, said, "a step", "none", tail=getattr(fault, "tail", ""))
-            continue
-        where = f"{shape[0]} × {shape[1]} on {sharding.world} ranks"
-        yield from wrong(varied, judged(varied, drawn, after), where)
+        except UndecidedError as error:
+            undecided.append(error)
+    if undecided and len(undecided) == asked:
+        raise undecided[0]
 
 
 def _uneven(world: int) -> Weights:
