@@ -164,7 +164,7 @@ def _volatile(models: Sequence[ModelResult]) -> list[str]:
     found = [f"{OURS}/environment", DIGEST]
     for m, model in enumerate(models):
         found += [f"{OURS}/models/{m}/spectra", f"{OURS}/models/{m}/floor"]
-        found.append(f"{OURS}/models/{m}/alone")
+        found += [f"{OURS}/models/{m}/alone"] if model.alone else []
         found += [
             f"{OURS}/models/{m}/results/{r}/findings/{f}/numbers"
             for r, result in enumerate(model.results)
