@@ -156,6 +156,12 @@ class Case:
         return drawn, self.probe(drawn)
 
     @cached_property
+    def three_steps(self) -> tuple[list[dict[str, Tensor]], Outcome]:
+        """Three steps' gradients, and what they leave."""
+        drawn = [self.conditioned("ranks", i) for i in range(3)]
+        return drawn, self.run(drawn)
+
+    @cached_property
     def rows(self) -> dict[str, Cut]:
         """The observed row blocks of every matrix."""
         return scan(0, self.gradients, self.probe, self._moved, self.seed)

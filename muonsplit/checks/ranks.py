@@ -1,14 +1,11 @@
 """Do all ranks do the same, and is what they do that of the mean gradient?"""
 
-import torch
-from torch import Tensor
-
 from muonsplit.checks.case import Case
 from muonsplit.checks.registry import Finding, Findings, SkipError, check
 from muonsplit.sharding.ways import Sharding
 from muonsplit.subjects.drive import Outcome
+from muonsplit.subjects.ranks import same_bits
 
-_STEPS = 3
 # A power of two, so that the mean over micro-batches is exact.
 _MICRO_BATCHES = 4
 
@@ -33,7 +30,7 @@ def agreement(case: Case) -> Findings:
     #7807, mended by #8090 and #8141).
     """
     sharding_of(case)
-    outcome = case.run(_three(case))
+    _, outcome = case.three_steps
     told = set[str]()
     for step, disagreeing in enumerate(outcome.disagreeing, 1):
         for name, ranks in disagreeing.items():
@@ -54,7 +51,8 @@ def mean(case: Case) -> Findings:
     sharding = sharding_of(case)
     if sharding.data(0)[1] == 1:
         raise SkipError("all ranks have the same data under tensor parallelism")
-    own, alike = case.run(_three(case)), case.run(_three(case), alike=True)
+    steps, own = case.three_steps
+    alike = case.run(steps, alike=True)
     yield from _other_bits(own, alike, "with a gradient of its own on each rank", case)
 
 
@@ -67,12 +65,9 @@ def accumulation(case: Case) -> Findings:
     """
     if case.sharding is None and "micro_batches" not in case.described["takes"]:
         raise SkipError("one process adds up gradients outside of this subject")
-    several, one = case.run(_three(case), micro_batches=_MICRO_BATCHES), case.run(_three(case))
+    steps, one = case.three_steps
+    several = case.run(steps, micro_batches=_MICRO_BATCHES)
     yield from _other_bits(several, one, f"in {_MICRO_BATCHES} micro-batches", case)
-
-
-def _three(case: Case) -> list[dict[str, Tensor]]:
-    return [case.conditioned("ranks", i) for i in range(_STEPS)]
 
 
 def _other_bits(seen: Outcome, wanted: Outcome, how: str, case: Case) -> Findings:
@@ -86,8 +81,3 @@ def _other_bits(seen: Outcome, wanted: Outcome, how: str, case: Case) -> Finding
                 off = float((one[name] - other[name]).norm() / moved.clamp(min=1e-300))
                 said = f"{how} step {step} is another: off by {off:.3g}"
                 yield Finding(name, said, "the same bits", "other bits", {"off": off})
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal bit by bit."""
-    return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (one, other)))

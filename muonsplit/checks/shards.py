@@ -9,13 +9,13 @@ from torch import Tensor
 
 from muonsplit.checks.case import Case
 from muonsplit.checks.compare import judged, wrong
-from muonsplit.checks.ranks import same_bits, sharding_of
+from muonsplit.checks.ranks import sharding_of
 from muonsplit.checks.registry import Finding, Findings, SkipError, UndecidedError, check
 from muonsplit.checks.variants import Weights, bare
 from muonsplit.errors import RefusedError, SubjectFaultError
 from muonsplit.layout import Layout
 from muonsplit.subjects.drive import Checkpoint, Outcome
-from muonsplit.subjects.ranks import Ranks
+from muonsplit.subjects.ranks import Ranks, same_bits
 
 # Strong enough that what is not decayed shows in what Muon does not train, too.
 _DECAY = 0.1

@@ -56,7 +56,7 @@ def swap(
     distributed: Any = import_module("torch.distributed")
     device = next((x.device for part in (*sent, *received) for x in part), None)
     device = _device(members) if device is None else device
-    chunks = [_bytes(x) for part in sent for x in part]
+    chunks = [as_bytes(x) for part in sent for x in part]
     given = torch.cat(chunks) if chunks else torch.empty(0, dtype=torch.uint8, device=device)
     sizes = [[sum(_size(x) for x in part) for part in parts] for parts in (received, sent)]
     found = torch.empty(sum(sizes[0]), dtype=torch.uint8, device=device)
@@ -113,7 +113,8 @@ def _device(members: Members) -> torch.device:
     return torch.device(kind, torch.accelerator.current_device_index())
 
 
-def _bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
+    """The bytes of a tensor, row by row."""
     return x.contiguous().view(-1).view(torch.uint8)
 
 

@@ -67,7 +67,7 @@ class Shard:
     @property
     def rows(self) -> int:
         """Rows held, whole or in part, without padding."""
-        return _length(self.spans)
+        return length(self.spans)
 
     @property
     def is_whole(self) -> bool:
@@ -84,7 +84,7 @@ class Shard:
         unit = "elements" if self.flat else noun
         return (
             (f"{noun} {held} of {self.size}" if held else f"none of {self.size} {noun}")
-            + (f", {_length(self.partial)} of them in part" if self.partial else "")
+            + (f", {length(self.partial)} of them in part" if self.partial else "")
             + (f", and {self.padding} {unit} of padding" if self.padding else "")
         )
 
@@ -133,7 +133,7 @@ def column_parallel(
             continue
         part = _chunk(((start, stop),), rank, world)
         spans += part
-        padding += -(-(stop - start) // world) - _length(part)
+        padding += -(-(stop - start) // world) - length(part)
     if padded and len(parts) > 1 and any((b - a) % world for a, b, _ in parts):
         raise LayoutError(
             f"{world} ranks do not divide each part of {layout}; padding would stand between them."
@@ -303,7 +303,7 @@ def _divided(world: int, count: int, layout: Layout) -> int:
 def _chunk(spans: Iterable[tuple[int, int]], rank: int, world: int) -> Spans:
     """The rank-th of ``world`` consecutive parts, as ``torch.chunk`` sizes them; may be none."""
     spans = tuple(spans)
-    part = -(-_length(spans) // world)
+    part = -(-length(spans) // world)
     return _take(spans, rank * part, (rank + 1) * part)
 
 
@@ -333,5 +333,6 @@ def _apart(ordered: Sequence[tuple[int, int]], size: int) -> bool:
     return all(end <= a < b <= size for end, (a, b) in zip(ends, ordered, strict=False))
 
 
-def _length(spans: Iterable[tuple[int, int]]) -> int:
+def length(spans: Iterable[tuple[int, int]]) -> int:
+    """Rows in intervals."""
     return sum(b - a for a, b in spans)

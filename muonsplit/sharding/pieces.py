@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from muonsplit.layout import Layout
-from muonsplit.sharding.held import Region, Spans
+from muonsplit.sharding.held import Region, Spans, length
 
 Slices = tuple[slice, ...]
 
@@ -96,7 +96,7 @@ def shares(
             if tiles := tuple(_tiles(blocks[i], region)):
                 pieces[i].append(Piece(member, tiles))
     return tuple(
-        Share(tuple(_length(spans) for spans in block), tuple(held))
+        Share(tuple(length(spans) for spans in block), tuple(held))
         for block, held in zip(blocks, pieces, strict=True)
     )
 
@@ -183,7 +183,3 @@ def _common(block: Spans, held: Spans) -> Iterator[tuple[slice, slice]]:
                 )
             local += d - c
         row += b - a
-
-
-def _length(spans: Spans) -> int:
-    return sum(b - a for a, b in spans)

@@ -17,16 +17,21 @@ from muonsplit.sharding.ways import Sharding
 MEETING = "MUONSPLIT_MEETING"
 
 
+def rank() -> int:
+    """The rank of this process, as its launcher or ours says."""
+    return int(os.environ["RANK"])
+
+
 def enter_group() -> None:
     """Joins the gloo group of the ranks that are run together, where it is not joined yet."""
     distributed: Any = import_module("torch.distributed")
     if distributed.is_initialized():
         return
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    world = int(os.environ["WORLD_SIZE"])
     store = _met(os.environ[MEETING], world)
     # Who waits too long is ended from outside, and says so better.
     distributed.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(days=1)
+        "gloo", store=store, rank=rank(), world_size=world, timeout=timedelta(days=1)
     )
 
 

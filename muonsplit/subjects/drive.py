@@ -7,7 +7,6 @@ partitions see exactly the chosen G.
 import copy
 import inspect
 import io
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,7 @@ from muonsplit.sharding import local_of
 from muonsplit.sharding.ways import Sharding
 from muonsplit.subjects import checkpoint
 from muonsplit.subjects.connect import Connection
-from muonsplit.subjects.distribute import distribute, enter_group, like, state_of, whole
+from muonsplit.subjects.distribute import distribute, enter_group, like, rank, state_of, whole
 from muonsplit.subjects.protocol import Hyper
 
 Tensors = Mapping[str, Tensor]
@@ -96,8 +95,8 @@ class Task:
     @property
     def parts(self) -> tuple[int, int]:
         """The first part of a step's gradients that this rank is given, and how many there are."""
-        rank, ranks = (0, 1) if self.sharding is None else self.sharding.data(_rank())
-        return rank * self.micro_batches, ranks * self.micro_batches
+        place, ranks = (0, 1) if self.sharding is None else self.sharding.data(rank())
+        return place * self.micro_batches, ranks * self.micro_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,10 +294,6 @@ def part(gradient: Tensor, number: int, parts: int) -> Tensor:
     whose = (torch.arange(gradient.numel() // max(cols, 1))[:, None] + torch.arange(cols)) % parts
     mine = whose.view(shape) == number
     return torch.where(mine, gradient * parts, gradient.new_zeros(()))
-
-
-def _rank() -> int:
-    return int(os.environ["RANK"])
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

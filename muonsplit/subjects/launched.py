@@ -20,6 +20,7 @@ from muonsplit.errors import MuonsplitError, SubjectFaultError, UsageError
 from muonsplit.sharding.ways import check_world
 from muonsplit.subjects import wire
 from muonsplit.subjects.distribute import MEETING
+from muonsplit.subjects.distribute import rank as rank_here
 from muonsplit.subjects.process import Worker
 from muonsplit.subjects.ranks import LOOPBACK
 
@@ -44,7 +45,7 @@ def launched_world() -> int:
 
 def leads() -> bool:
     """Whether this is the rank that asks and reports."""
-    return _rank() == 0
+    return rank_here() == 0
 
 
 class _Channel:
@@ -55,7 +56,7 @@ class _Channel:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # A client of its own: one that waits holds up all who share it.
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        serves = not served and sender == _rank() == 0 and receiver == 1
+        serves = not served and sender == rank_here() == 0 and receiver == 1
         client = distributed.TCPStore(
             host, port, is_master=serves, timeout=_JOINING, wait_for_workers=False
         )
@@ -221,7 +222,7 @@ def serve(arguments: list[str]) -> None:
         UsageError: If rank 0 is of other software, was asked for something else, or is gone.
     """
     check_world(launched_world())
-    to, back = _Channel(_rank(), 0), _Channel(0, _rank())
+    to, back = _Channel(rank_here(), 0), _Channel(0, rank_here())
     to.send(_introduced(arguments), {})
     try:
         told, _ = back.receive(_JOINING)
@@ -282,7 +283,3 @@ def _apart(why: str) -> MuonsplitError:
     return UsageError(
         f"The ranks are not alike: {why}.", "Start the same command of the same software on each."
     )
-
-
-def _rank() -> int:
-    return int(os.environ["RANK"])

@@ -19,6 +19,7 @@ from muonsplit.errors import (
     SubjectFaultError,
     UsageError,
 )
+from muonsplit.sharding.exchange import as_bytes
 from muonsplit.sharding.ways import check_world
 from muonsplit.subjects.distribute import MEETING
 from muonsplit.subjects.drive import Outcome, Task
@@ -234,13 +235,14 @@ def _disagreeing(
     found: dict[str, list[int]] = {}
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
-            if not torch.equal(_bytes(value), _bytes(other[name])):
+            if not same_bits(value, other[name]):
                 found.setdefault(name, []).append(rank)
     return found
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal bit by bit."""
+    return torch.equal(as_bytes(one), as_bytes(other))
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
