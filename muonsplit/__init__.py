@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from muonsplit.api import certify
     from muonsplit.dialect import DIALECTS, Arithmetic, Dialect, SplitRule
+    from muonsplit.evidence.capture import capture
     from muonsplit.geometry import Decision, Plan, plan
     from muonsplit.layout import Block, Layout, Segment
     from muonsplit.muon import PerHeadMuon, orthogonalize
@@ -33,6 +34,7 @@ __all__ = [
     "Segment",
     "SplitRule",
     "Stepper",
+    "capture",
     "certify",
     "orthogonalize",
     "parametrize_with_checks",
@@ -47,6 +49,7 @@ _HOMES = {
     "pytest_plugin": ("parametrize_with_checks",),
     "dialect": ("DIALECTS", "Arithmetic", "Dialect", "SplitRule"),
     "geometry": ("Decision", "Plan", "plan"),
+    "evidence.capture": ("capture",),
     "layout": ("Block", "Layout", "Segment"),
     "muon": ("PerHeadMuon", "orthogonalize"),
     "recognition": ("planned",),

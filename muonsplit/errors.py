@@ -105,3 +105,9 @@ class CertificateError(MuonsplitError):
     """A certificate that is no certificate, or does not say what its own results come to."""
 
     exit_code = 65
+
+
+class EvidenceError(MuonsplitError):
+    """Checkpoints or a capture that are missing, damaged, unsafe to read, or of different runs."""
+
+    exit_code = 65

@@ -28,12 +28,14 @@ MAY_IMPORT = {
     "truth": {"errors", "layout"},
     "models": {"errors"},
     "files": set[str](),
+    "evidence": {"errors", "files", "layout", "sharding"},
     "benchmark": {*_CORE, "kernels"},
     "observe": _CORE,
     "recognition": {"errors", "layout", "dialect", "geometry", "truth", "models", "files"},
     "subjects": {*_CORE, "models", "kernels"},
     "checks": {*_DRIVEN, "truth", "recognition"},
     "certificate": {*_DRIVEN, "truth", "recognition", "checks", "files"},
+    "audit": {*_DRIVEN, "recognition", "truth", "certificate", "checks", "evidence", "files"},
     "faulty": {*_DRIVEN, "checks", "certificate"},
     "goldens": {*_DRIVEN, "files", "recognition"},
     "report": {
@@ -45,9 +47,11 @@ MAY_IMPORT = {
         "checks",
         "certificate",
         "faulty",
+        "audit",
     },
     "cli": {
         *_DRIVEN,
+        "audit",
         "cost",
         "recognition",
         "truth",
@@ -60,7 +64,7 @@ MAY_IMPORT = {
     "api": {*_DRIVEN, "checks", "certificate", "report"},
     "pytest_plugin": {"api", "errors"},
     "__main__": {"cli"},
-    "__init__": {*_DRIVEN, "recognition", "truth", "api", "pytest_plugin"},
+    "__init__": {*_DRIVEN, "recognition", "truth", "api", "pytest_plugin", "evidence"},
 }
 
 

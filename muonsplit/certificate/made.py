@@ -60,13 +60,22 @@ def made(certificate: Certificate) -> Made:
             golden_models_digest(m.model for m in certificate.models),
             _goldens(),
         ),
-        Environment(
-            _versions(certificate.described["distribution"]),
-            "cpu",
-            platform.machine(),
-            torch.backends.cpu.get_cpu_capability(),
-            torch.get_num_threads(),
-        ),
+        environment(certificate.described["distribution"]),
+    )
+
+
+def environment(distribution: str) -> Environment:
+    """Software and processor, here and now.
+
+    Args:
+        distribution: The subject's; empty where there is none.
+    """
+    return Environment(
+        _versions(distribution),
+        "cpu",
+        platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
     )
 
 

@@ -68,7 +68,7 @@ def load(path: Path) -> Document:
         CertificateError: If it is no file, too large, no JSON, or a value has another type than the
             schema says; names the JSON path.
     """
-    said = _text(path)
+    said = contents(path)
     try:
         raw = msgspec.json.decode(said)
         msgspec.convert(raw, strict(Statement))
@@ -96,7 +96,12 @@ def problems(document: Document) -> list[str]:
     return [*named, f"and {rest} more"] if rest > 0 else named
 
 
-def _text(path: Path) -> str:
+def contents(path: Path) -> str:
+    """What a file of a statement holds.
+
+    Raises:
+        CertificateError: If it is no file, too large, or no text.
+    """
     try:
         if not path.is_file():
             what = "is a folder" if path.is_dir() else "does not exist or is no file"

@@ -30,7 +30,7 @@ from muonsplit.certificate.verdict import CheckResult, ModelResult, Verdict, ver
 from muonsplit.errors import CertificateError
 from muonsplit.files import write_whole
 
-_RESULT = {
+RESULTS = {
     Verdict.CONFORMS: "PASSED",
     Verdict.VIOLATES: "FAILED",
     Verdict.INCONCLUSIVE: "WARNED",
@@ -64,7 +64,7 @@ def built_with(certificate: Certificate, made: Made) -> dict[str, Any]:
         "subject": _subjects(certificate),
         "predicateType": PREDICATE,
         "predicate": {
-            "result": _RESULT[verdict_of(results, made.check_set)],
+            "result": RESULTS[verdict_of(results, made.check_set)],
             "configuration": _configuration(certificate, made),
             "passedTests": [name for name, status in tests if status == "passed"],
             "warnedTests": [name for name, status in tests if status == "undecided"],
@@ -72,13 +72,17 @@ def built_with(certificate: Certificate, made: Made) -> dict[str, Any]:
             "muonsplit": _ours(certificate, made, results),
         },
     }
-    return _sealed(said)
+    return sealed(said)
 
 
-def _sealed(said: dict[str, Any]) -> dict[str, Any]:
-    """Brings every value to the type the schema gives it, and writes the digest of them all."""
+def sealed(said: dict[str, Any], kind: type = Statement) -> dict[str, Any]:
+    """Brings every value to the type the schema gives it, and writes the digest of them all.
+
+    Raises:
+        CertificateError: If a value has another type.
+    """
     try:
-        typed = msgspec.convert(sayable(said), strict(Statement))
+        typed = msgspec.convert(sayable(said), strict(kind))
     except msgspec.ValidationError as error:
         raise CertificateError(f"This run comes to no certificate: {error}.") from None
     built = msgspec.json.decode(msgspec.json.encode(typed))

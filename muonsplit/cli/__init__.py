@@ -6,10 +6,10 @@ import traceback
 
 import click
 
-from muonsplit.cli import certificates, corpus, cost, models
+from muonsplit.cli import audit, certificates, corpus, cost, models
 from muonsplit.cli.group import cli
 
-__all__ = ["certificates", "cli", "corpus", "cost", "main", "models"]
+__all__ = ["audit", "certificates", "cli", "corpus", "cost", "main", "models"]
 
 
 def _end(number: int, frame: object) -> None:

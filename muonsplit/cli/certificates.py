@@ -188,11 +188,15 @@ def verify_command(context: click.Context, certificate: Path, replay: bool) -> N
     Exits 0 if it does, whatever its verdict, and 65 if it is refused; with --replay 1 if anything
     comes out otherwise.
     """
+    from muonsplit.audit import statement as audits
     from muonsplit.certificate.read import sound
     from muonsplit.certificate.verify import notes, replayed, vouched
     from muonsplit.report.tables import table
 
     one_thread()
+    if audits.is_audit(certificate):
+        _verify_audit(certificate, replay)
+        return
     document = sound(certificate)
     show([table(f"{certificate} is sound", ("what", "says"), vouched(document))], "table")
     click.echo("\n".join(notes(document)))
@@ -201,6 +205,16 @@ def verify_command(context: click.Context, certificate: Path, replay: bool) -> N
             lines = list(replayed(document, told))
         click.echo("\n".join(lines[:20]) if lines else "Replayed: it comes out the same.")
         context.exit(1 if lines else 0)
+
+
+def _verify_audit(path: Path, replay: bool) -> None:
+    from muonsplit.audit.statement import sound
+    from muonsplit.report.audit import audit_tables
+
+    if replay:
+        raise click.UsageError("An audit holds no checkpoints: run `muonsplit audit` again.")
+    show(audit_tables(sound(path), details=False), "table")
+    click.echo("It is sound, and unsigned: it vouches for its content, not for its author.")
 
 
 @cli.command("schema")

@@ -73,19 +73,19 @@ def progress() -> "Generator[Progress]":
 
 
 @contextmanager
-def counted() -> "Generator[Callable[[int, int, str], None]]":
-    """A bar on a terminal, a line for every fiftieth in a log."""
+def counted(what: str, every: int = 50) -> "Generator[Callable[[int, int, str], None]]":
+    """A bar on a terminal, a line now and then in a log."""
     from rich.progress import Progress as Bar
 
     from muonsplit.report.terminal import console
 
     out = console(stderr=True)
     with Bar(console=out, disable=not out.is_terminal) as bar:
-        task = bar.add_task("sweep", total=None)
+        task = bar.add_task(what, total=None)
 
         def told(done: int, of: int, name: str) -> None:
             bar.update(task, completed=done, total=of, description=name)
-            if not out.is_terminal and (done % 50 == 0 or done == of):
+            if not out.is_terminal and done and (done % every == 0 or done == of):
                 click.echo(f"{done} of {of}, last {name}", err=True)
 
         yield told

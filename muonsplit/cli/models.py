@@ -103,7 +103,7 @@ def sweep_command(
     if not wanted:
         raise click.UsageError(f"transformers has no language model of type {', '.join(types)}.")
     make(report)
-    with counted() as progress:
+    with counted("sweep") as progress:
         rows = sweep(wanted, report / "rows", processes, fresh, progress)
     for path in write_sweep(rows, report):
         click.echo(f"Written: {path}", err=True)

@@ -45,7 +45,7 @@ def page(certificate: Certificate) -> str:
         *_onward(certificate),
         *(_table(found) for found in after if found.rows),
     ]
-    return _fitting("\n\n".join(parts) + "\n")
+    return fitting("\n\n".join(parts) + "\n", "certificate.json")
 
 
 def _findings(certificate: Certificate, model: ModelResult) -> list[Table]:
@@ -69,7 +69,13 @@ def _numbers(proof: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"{name}: {value}" for name, value in proof)
 
 
-def _fitting(text: str) -> str:
+def fitting(text: str, whole: str) -> str:
+    """Text as it is if it fits a job summary; else its first lines, and how many are left out.
+
+    Args:
+        text: Lines of a page.
+        whole: What holds everything, as a reader is told.
+    """
     if len(text.encode()) <= _LARGEST:
         return text
     lines, size, kept = text.split("\n"), 0, 0
@@ -78,7 +84,7 @@ def _fitting(text: str) -> str:
         if size > _LARGEST:
             break
         kept += 1
-    said = f"{len(lines) - kept} more lines are left out; certificate.json holds everything."
+    said = f"{len(lines) - kept} more lines are left out; {whole} holds everything."
     return "\n".join([*lines[:kept], "", said, ""])
 
 

@@ -1,0 +1,1 @@
+"""What a real run did, weight by weight, from what it leaves behind."""

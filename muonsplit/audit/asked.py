@@ -1,0 +1,123 @@
+"""Paths and options to a question."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from muonsplit.audit.matched import match
+from muonsplit.audit.run import Progress, Question, Told
+from muonsplit.audit.state import State
+from muonsplit.certificate.canonical import digest
+from muonsplit.dialect import DEFAULT_DIALECT, dialect_named
+from muonsplit.errors import EvidenceError, UsageError
+from muonsplit.evidence.captured import Captured, is_capture, open_capture
+from muonsplit.evidence.opened import opened, prefix_of, under
+from muonsplit.evidence.saved import Saved
+from muonsplit.models.load import build, resolve
+
+_INPUTS = ("gradients", "momentum", "momentum_before")
+
+
+def asked(
+    before: Path,
+    after: Path | None,
+    model: str,
+    dialect: str | None = None,
+    *,
+    recorded: Mapping[str, Path | None] | None = None,
+    told: tuple[float | None, float | None, float | None] = (None, None, None),
+    steps: int = 1,
+    trust_pickles: bool = False,
+    state: Path | None = None,
+    progress: Progress = lambda done, of, name: None,
+) -> Question:
+    """Opens what is to be audited.
+
+    Args:
+        before: The earlier checkpoint, or a capture.
+        after: The later checkpoint; None with a capture.
+        model: As :func:`muonsplit.models.load.resolve` takes it.
+        dialect: Dialect to hold the run to; the default one by default.
+        recorded: Folders of ``gradients`` and ``momentum``.
+        told: Learning rate, weight decay and momentum coefficient, as far as they are known.
+        steps: Optimizer steps between the checkpoints.
+        trust_pickles: Whether DeepSpeed may load its pickled files.
+        state: File to keep what is known in.
+        progress: Told how far it is.
+
+    Raises:
+        MuonsplitError: If anything cannot be opened or does not belong together.
+    """
+    chosen = dialect_named(dialect or DEFAULT_DIALECT)
+    spec = resolve(model)
+    capture = _capture(before, after)
+    if capture is not None:
+        pair: tuple[Saved, Saved] = capture.part("before"), capture.part("after")
+        inputs: dict[str, Saved] = {k: capture.part(k) for k in _INPUTS if k in capture.parts}
+    else:
+        pair = _opened(before, trust_pickles), _opened(_both(before, after), trust_pickles)
+        given = {kind: path for kind, path in (recorded or {}).items() if path is not None}
+        inputs = {kind: _opened(path, trust_pickles) for kind, path in given.items()}
+    built = build(spec.config)
+    wanted = [name for name, _ in built.named_parameters()]
+    matched = match(spec.name, digest(spec.config), built, chosen, *pair)
+    _refuse_far(matched.both, steps)
+    key = digest(
+        [str(p) for p in (before, after)] + [digest(spec.config), chosen.name, *told, steps]
+    )
+    return Question(
+        matched=matched,
+        dialect=chosen,
+        recorded={kind: under(s, prefix_of(s.entries, wanted)) for kind, s in inputs.items()},
+        told=_told(capture, told),
+        steps=steps,
+        kind="capture" if capture else "checkpoints",
+        state=State(state, key),
+        progress=progress,
+    )
+
+
+def _opened(path: Path, trust_pickles: bool) -> Saved:
+    return opened(path, trust_pickles=trust_pickles)
+
+
+def _both(before: Path, after: Path | None) -> Path:
+    if after is None:
+        raise UsageError(
+            f"{before} is no capture: a checkpoint alone shows no step.",
+            "Give the checkpoint of the next step too.",
+        )
+    return after
+
+
+def _capture(before: Path, after: Path | None) -> Captured | None:
+    if not is_capture(before):
+        return None
+    if after is not None:
+        raise UsageError(
+            f"{before} is a capture, which holds both sides of a step.", f"Leave {after} out."
+        )
+    return open_capture(before)
+
+
+def _told(
+    capture: Captured | None, given: tuple[float | None, float | None, float | None]
+) -> Callable[[str], Told]:
+    def of(name: str) -> Told:
+        if capture is None:
+            return Told(*given)
+        held = next((w for w in capture.weights if w.endswith(name)), None)
+        settings = capture.settings(held) if held is not None else {}
+        known = (settings.get("lr"), settings.get("weight_decay"), settings.get("momentum"))
+        return Told(*(g if g is not None else k for g, k in zip(given, known, strict=True)))
+
+    return of
+
+
+def _refuse_far(both: tuple[Saved, Saved], steps: int) -> None:
+    first, last = (saved.step for saved in both)
+    if first is not None and last is not None and last - first != steps:
+        raise EvidenceError(
+            f"{both[0].path} is of step {first} and {both[1].path} of step {last}: they are "
+            f"{last - first} steps apart, not {steps}.",
+            f"Give consecutive ones, or --steps {last - first}.",
+        )

@@ -1,0 +1,1 @@
+"""What a run leaves behind: checkpoints and captures, read one weight at a time."""
