@@ -1,10 +1,10 @@
 """Paths and options to a question."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from muonsplit.audit.matched import match
-from muonsplit.audit.run import Progress, Question, Told
+from muonsplit.audit.question import Progress, Question, Told
 from muonsplit.audit.state import State
 from muonsplit.certificate.canonical import digest
 from muonsplit.dialect import DEFAULT_DIALECT, dialect_named
@@ -26,6 +26,7 @@ def asked(
     recorded: Mapping[str, Path | None] | None = None,
     told: tuple[float | None, float | None, float | None] = (None, None, None),
     steps: int = 1,
+    only: str = "*",
     trust_pickles: bool = False,
     state: Path | None = None,
     progress: Progress = lambda done, of, name: None,
@@ -40,6 +41,7 @@ def asked(
         recorded: Folders of ``gradients`` and ``momentum``.
         told: Learning rate, weight decay and momentum coefficient, as far as they are known.
         steps: Optimizer steps between the checkpoints.
+        only: Pattern of the weights that are asked about.
         trust_pickles: Whether DeepSpeed may load its pickled files.
         state: File to keep what is known in.
         progress: Told how far it is.
@@ -59,16 +61,16 @@ def asked(
         inputs = {kind: _opened(path, trust_pickles) for kind, path in given.items()}
     built = build(spec.config)
     wanted = [name for name, _ in built.named_parameters()]
-    matched = match(spec.name, digest(spec.config), built, chosen, *pair)
+    matched = match(spec.name, digest(spec.config), built, chosen, *pair, only)
     _refuse_far(matched.both, steps)
     key = digest(
-        [str(p) for p in (before, after)] + [digest(spec.config), chosen.name, *told, steps]
+        [str(p) for p in (before, after)] + [digest(spec.config), chosen.name, *told, steps, only]
     )
     return Question(
         matched=matched,
         dialect=chosen,
         recorded={kind: under(s, prefix_of(s.entries, wanted)) for kind, s in inputs.items()},
-        told=_told(capture, told),
+        told=_told(capture, told, wanted),
         steps=steps,
         kind="capture" if capture else "checkpoints",
         state=State(state, key),
@@ -100,13 +102,17 @@ def _capture(before: Path, after: Path | None) -> Captured | None:
 
 
 def _told(
-    capture: Captured | None, given: tuple[float | None, float | None, float | None]
+    capture: Captured | None,
+    given: tuple[float | None, float | None, float | None],
+    wanted: Sequence[str],
 ) -> Callable[[str], Told]:
+    if capture is None:
+        return lambda name: Told(*given)
+    prefix = prefix_of(capture.weights, wanted)
+
     def of(name: str) -> Told:
-        if capture is None:
-            return Told(*given)
-        held = next((w for w in capture.weights if w.endswith(name)), None)
-        settings = capture.settings(held) if held is not None else {}
+        held = prefix + name
+        settings = capture.settings(held) if held in capture.weights else {}
         known = (settings.get("lr"), settings.get("weight_decay"), settings.get("momentum"))
         return Told(*(g if g is not None else k for g, k in zip(given, known, strict=True)))
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from muonsplit.audit.spectra import largest
 from muonsplit.layout import Layout
 
-# Draws, where there are too few blocks to tell their scatter.
-_DRAWS = 3
+# Degrees of freedom of the scatter: six standard errors are then exceeded in 5 of 10⁴ cases.
+_FREEDOM = 6
 # Chosen: what a gain must exceed; Lanczos errs by less than 1e-3.
 _LEAST, _ERRORS = 1.02, 6.0
 # The longest side whose eigenvectors are computed: seconds.
-_MOST_SIDE = 2048
+_MOST_SIDE = 1024
 # A direction is lifted if it has this share of the largest energy: the bands of all schedules are
 # narrower.
 _LIFTED = 0.1
@@ -52,13 +52,15 @@ class Coordinates(NamedTuple):
 
     Attributes:
         rows: Which rows these are.
-        columns: ``[rows, cols]``, as they are.
+        columns: Which columns.
+        part: ``[rows, columns]``, as they are.
         values: ``[rows, directions]``.
         free: How many of the directions are turned; the others are left alone.
     """
 
     rows: list[int]
-    columns: Tensor
+    columns: list[int]
+    part: Tensor
     values: Tensor
     free: int
 
@@ -74,21 +76,24 @@ def coordinates(change: Tensor) -> Coordinates:
     Args:
         change: ``[rows, cols]``; of a large one some rows stand for all.
     """
-    step = -(-change.shape[0] // _MOST_SIDE) if min(change.shape) > _MOST_SIDE else 1
-    rows = list(range(0, change.shape[0], step))
-    part = (change if step == 1 else change[rows]).float()
+    wide = change.shape[0] <= change.shape[1]
+    # What is orthogonal stays so in some of its rows, if they are fewer than its columns, or else
+    # in some of its columns.
+    step = -(-min(change.shape) // _MOST_SIDE)
+    rows = list(range(0, change.shape[0], step if wide else 1))
+    part = (change[::step] if wide else change[:, ::step]).float()
     part = part / part.abs().max().clamp(min=1e-38)
-    wide = part.shape[0] <= part.shape[1]
+    columns = list(range(0, change.shape[1], 1 if wide else step))
     energies, V = torch.linalg.eigh(part @ part.mT if wide else part.mT @ part)
     energies, V = energies.flip(0).clamp(min=0), V.flip(1)
     lifted = int((energies >= _LIFTED * energies[0]).sum())
     if lifted >= min(part.shape) / 2:
-        return Coordinates(rows, part, part, part.shape[1])
+        return Coordinates(rows, columns, part, part, part.shape[1])
     values = V * energies.sqrt() if wide else part @ V
     source = torch.Generator().manual_seed(0)
     mixed, _ = torch.linalg.qr(torch.randn(lifted, lifted, generator=source))
     values[:, :lifted] = values[:, :lifted] @ mixed
-    return Coordinates(rows, part, values, lifted)
+    return Coordinates(rows, columns, part, values, lifted)
 
 
 def turned(given: Coordinates, candidate: Layout | None, other: Layout, seed: int) -> Gain:
@@ -101,21 +106,21 @@ def turned(given: Coordinates, candidate: Layout | None, other: Layout, seed: in
         seed: Seeds the turns, which permute coordinates and change their signs.
     """
     across = candidate is not None and candidate.axis != other.axis
-    values = given.columns if across else given.values
+    values = given.part if across else given.values
     free = values.shape[1] if across else given.free
     theirs = groups(other, given.rows)
-    mine = groups(candidate, range(values.shape[1]) if across else given.rows)
+    mine = groups(candidate, given.columns if across else given.rows)
     source = torch.Generator().manual_seed(seed)
     seen = _tops(values, mine, across)
-    gains: list[Tensor] = []
-    for _ in range(_DRAWS if len(mine) < _DRAWS else 1):
+    tops: list[Tensor] = []
+    for _ in range(_draws(len(mine))):
         moved = values.clone()
         for group in theirs:
             order = torch.randperm(free, generator=source)
             signs = torch.randint(2, (free,), generator=source) * 2 - 1
             moved[group, :free] = values[group][:, order] * signs
-        gains.append(_tops(moved, mine, across) - seen)
-    return _gain(torch.cat(gains))
+        tops.append(_tops(moved, mine, across))
+    return _gain(torch.stack(tops), seen)
 
 
 def mixed(given: Coordinates, candidate: Layout, other: Layout | None, seed: int) -> Gain:
@@ -127,27 +132,39 @@ def mixed(given: Coordinates, candidate: Layout, other: Layout | None, seed: int
         given: The change.
         candidate: The cut that is asked about.
         other: A coarser cut along the same axis, that is taken for true.
-        seed: Seeds the mixing, by random rotations.
+        seed: Seeds the mixing, by permutations.
     """
     mine = groups(candidate, given.rows)
     source = torch.Generator().manual_seed(seed)
-    seen = _tops(given.values, mine, False).max()
-    gains: list[Tensor] = []
-    for _ in range(_DRAWS):
+    seen = _tops(given.values, mine, False).amax(0, keepdim=True)
+    tops: list[Tensor] = []
+    for _ in range(_draws(1)):
         moved = torch.empty_like(given.values)
         for group in groups(other, given.rows):
-            side = len(group)
-            rotation, _ = torch.linalg.qr(torch.randn(side, side, generator=source))
-            moved[group] = rotation @ given.values[group]
-        gains.append(_tops(moved, mine, False).max() - seen)
-    return _gain(torch.stack(gains))
+            order = torch.randperm(len(group), generator=source)
+            moved[group] = given.values[torch.tensor(group)[order]]
+        tops.append(_tops(moved, mine, False).amax(0, keepdim=True))
+    return _gain(torch.stack(tops), seen)
 
 
-def _gain(logarithms: Tensor) -> Gain:
-    found = logarithms[logarithms.isfinite()]
-    if len(found) < 2:
+def _draws(blocks: int) -> int:
+    return 1 + -(-_FREEDOM // blocks)
+
+
+def _gain(drawn: Tensor, seen: Tensor) -> Gain:
+    """From logarithms of tops, ``[draws, blocks]`` and ``[blocks]``.
+
+    What was seen scatters as much as what was drawn, and is there once only.
+    """
+    drawn, seen = (x[..., seen.isfinite()] for x in (drawn, seen))
+    if not seen.numel():
         return Gain(1.0, math.inf)
-    return Gain(math.exp(float(found.mean())), float(found.std()) / len(found) ** 0.5)
+    draws, blocks = drawn.shape
+    gains = drawn.mean(0) - seen
+    error = float((drawn.var(0).mean() * (1 + 1 / draws) / blocks).sqrt())
+    if blocks > 2:
+        error = max(error, float(gains.std()) / blocks**0.5)
+    return Gain(math.exp(float(gains.mean())), error)
 
 
 def groups(layout: Layout | None, rows: Sequence[int]) -> list[list[int]]:
@@ -166,5 +183,12 @@ def groups(layout: Layout | None, rows: Sequence[int]) -> list[list[int]]:
 
 def _tops(values: Tensor, blocks: list[list[int]], across: bool) -> Tensor:
     """Logarithms of the largest singular values of blocks of rows, or of columns."""
-    parts = (values[:, block] if across else values[block] for block in blocks)
-    return torch.cat([largest(part.unsqueeze(0)) for part in parts]).log()
+    if across:
+        return torch.cat([largest(values[:, block].unsqueeze(0)) for block in blocks]).log()
+    if len(blocks) == 1:
+        return largest(values.unsqueeze(0)).log()
+    alike: dict[int, list[list[int]]] = {}
+    for block in blocks:
+        alike.setdefault(len(block), []).append(block)
+    tops = [largest(values[torch.tensor(same)]) for same in alike.values()]
+    return torch.cat(tops).log()

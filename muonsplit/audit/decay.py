@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
+from muonsplit.audit.question import Question
 from muonsplit.evidence.saved import Saved
 
 # Weights that the decay is fitted on.
@@ -50,3 +51,29 @@ def fitted(before: Saved, after: Saved, names: Sequence[str]) -> Decay:
     if middle <= 3 * scatter or len(shares) < 4:
         return Decay(0.0, max(abs(middle), scatter))
     return Decay(middle, 3 * scatter)
+
+
+class Lost:
+    """What weights lose by decay: as it is told, or fitted once for all of those left."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._fitted: Decay | None = None
+
+    def of(self, name: str) -> Decay:
+        """What one weight lost."""
+        told, arithmetic = self._question.told(name), self._question.dialect.arithmetic
+        if told.weight_decay == 0 or arithmetic.decay.startswith("folded"):
+            return Decay(0.0, 0.0)
+        if told.weight_decay and told.lr and arithmetic.decay_rate == "base":
+            return Decay(told.weight_decay * told.lr * self._question.steps, 0.0)
+        return self._fit()
+
+    def _fit(self) -> Decay:
+        if self._fitted is None:
+            matched = self._question.matched
+            there = [d.name for d in matched.decisions if d.name not in matched.missing]
+            self._fitted = self._question.state.once(
+                "decay", "", Decay, lambda: fitted(*matched.both, there)
+            )
+        return self._fitted

@@ -87,8 +87,7 @@ def decide(
     It is the cut if, for every other that fits, its blocks' rows are more orthogonal than they
     would be if that other were true.
 
-    One thing at most is taken to be wrong, the cut or the scale. Only if nothing fits then are
-    both.
+    One thing at most is taken to be wrong, the cut or the scale.
 
     Args:
         weight: The weight.
@@ -100,15 +99,14 @@ def decide(
     """
     every = [weight.off(cut, rules[0], rates, steps) for cut in weight.cuts]
     every += [weight.off(planned, rule, rates, steps) for rule in rules[1:]]
-    if all(h.off > 1.0 for h in every):
-        cuts = [cut for cut in weight.cuts if cut != planned]
-        every += [weight.off(cut, rule, rates, steps) for rule in rules[1:] for cut in cuts]
     fitting = [h for h in every if h.off == 1.0]
     shown = [h for h in every if h.rule is rules[0] or h.off == 1.0]
     tried = tuple(_tried(weight, h, rates, steps) for h in shown)
     undecided = Decided("", None, "", 0.0, 0.0, "", tried)
-    if all(s.still == s.blocks for sizes in weight.sizes.values() for s in sizes):
-        return undecided._replace(reason="it did not move")
+    if all(s.most <= s.hidden for sizes in weight.sizes.values() for s in sizes):
+        return undecided._replace(
+            reason="it did not move, or by less than rounding hides", tried=()
+        )
     if not fitting:
         near = min(every, key=lambda h: h.off)
         said = f"nothing that was tried fits; {near.cut} comes nearest, off by {near.off:.3g} times"

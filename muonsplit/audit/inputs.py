@@ -1,8 +1,9 @@
 """What a step made of its recorded input: direction, size, coefficients, and which input it was."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -14,7 +15,8 @@ from muonsplit.layout import Layout
 from muonsplit.muon import orthogonalize
 from muonsplit.observe.fit import Fit, compare
 
-PARTS = ("gradients", "momentum", "momentum_before")
+T = TypeVar("T")
+
 # Elements up to which the iteration is done in float64.
 _EXACT = 1 << 20
 # Chosen: how much worse than the best every other hypothesis has to be.
@@ -34,8 +36,8 @@ def explained(
 ) -> tuple[Explained, ...]:
     """The hypotheses on a step with its input, the best first.
 
-    Which input it was, and which coefficients, is asked under the cut that fits best with the
-    dialect's; then every cut is held to both.
+    Cuts differ most, so the best is sought first; under it, which input it was; and then, which
+    coefficients. Every cut is held to both once more.
 
     Args:
         change: What the weight lost by the update.
@@ -56,20 +58,18 @@ def explained(
                 f"{name} has shape {tuple(change.shape)}, and what was recorded of its input "
                 f"{tuple(direction.shape)}."
             )
-    first = min(
-        (
-            (_fit(update, d, layout, arithmetic), kind, layout)
-            for kind, d in directions.items()
-            for layout in _likely(cuts)
-        ),
-        key=lambda found: _rank(found[0]),
-    )
-    kind, layout = first[1], first[2]
+
+    def best_of(hypotheses: Iterable[T], fit: Callable[[T], Fit]) -> T:
+        return min(hypotheses, key=lambda each: fit(each).residual)
+
+    some = next(iter(directions.values()))
+    layout = best_of(cuts.values(), lambda each: _fit(update, some, each, arithmetic))
+    kind = best_of(directions, lambda each: _fit(update, directions[each], layout, arithmetic))
     direction = directions[kind]
-    best = min(_schedules(arithmetic), key=lambda a: _rank(_fit(update, direction, layout, a)))
+    best = best_of(_schedules(arithmetic), lambda each: _fit(update, direction, layout, each))
     said = f"{best.coefficients}, {best.steps} steps"
     fits = ((cut, _fit(update, direction, each, best)) for cut, each in cuts.items())
-    ranked = sorted(fits, key=lambda found: _rank(found[1]))
+    ranked = sorted(fits, key=lambda found: found[1].residual)
     return tuple(
         Explained(cut, kind, said, _digits(fit.residual), _digits(fit.size)) for cut, fit in ranked
     )
@@ -78,15 +78,6 @@ def explained(
 def backwards(found: tuple[Explained, ...]) -> bool:
     """Whether an update goes along the gradient, not against it."""
     return bool(found) and all(e.size < 0 for e in found)
-
-
-def _likely(cuts: Mapping[str, Layout | None]) -> list[Layout | None]:
-    planned = next(iter(cuts.values()))
-    return [planned] if planned is None else [planned, None]
-
-
-def _rank(fit: Fit) -> float:
-    return fit.residual
 
 
 def _fit(update: Tensor, direction: Tensor, layout: Layout | None, arithmetic: Arithmetic) -> Fit:

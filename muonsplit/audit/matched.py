@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from muonsplit.dialect import Dialect
-from muonsplit.errors import EvidenceError
+from muonsplit.errors import EvidenceError, UsageError
 from muonsplit.evidence.opened import prefix_of, under
 from muonsplit.evidence.saved import Saved
 from muonsplit.geometry import Decision, plan
@@ -40,6 +41,8 @@ class Matched:
         unknown: Tensors that are no parameters of the model.
         missing: Muon weights that a checkpoint lacks.
         dtype: The coarsest dtype that Muon weights are stored in.
+        asked: Pattern of the weights that are asked about.
+        muon: Muon weights of the model, asked about or not.
     """
 
     model: str
@@ -52,6 +55,8 @@ class Matched:
     unknown: int
     missing: tuple[str, ...]
     dtype: str
+    asked: str
+    muon: int
 
     @property
     def both(self) -> tuple[Saved, Saved]:
@@ -60,7 +65,13 @@ class Matched:
 
 
 def match(
-    name: str, config: str, model: nn.Module, dialect: Dialect, before: Saved, after: Saved
+    name: str,
+    config: str,
+    model: nn.Module,
+    dialect: Dialect,
+    before: Saved,
+    after: Saved,
+    only: str = "*",
 ) -> Matched:
     """Finds a model's Muon weights in two checkpoints.
 
@@ -71,19 +82,27 @@ def match(
         dialect: Its split rule makes the plan.
         before: The earlier checkpoint.
         after: The later one.
+        only: Pattern of the weights that are asked about, as of a shell.
 
     Raises:
+        UsageError: If no Muon weight is named so.
         EvidenceError: If they are not of this model, not of one run, or in the wrong order.
     """
-    decided = plan(model, dialect)
+    every = plan(model, dialect).decisions
+    decisions = tuple(d for d in every if fnmatchcase(d.name, only))
+    if not decisions:
+        raise UsageError(
+            f"None of the {len(every)} Muon weights of {name} is named like {only!r}.",
+            f"They are named like {every[0].name!r}." if every else "",
+        )
     parameters = {name for name, _ in model.named_parameters()}
     before, after = (under(s, prefix_of(s.entries, parameters)) for s in (before, after))
     _in_order(before, after)
-    there = [d for d in decided.decisions if d.name in before.entries and d.name in after.entries]
-    _of_this_model(name, decided.decisions, there, before)
+    there = [d for d in decisions if d.name in before.entries and d.name in after.entries]
+    _of_this_model(name, decisions, there, before)
     _of_one_run(there, before, after)
     others = [_plan_of(model, dialect, rule) for rule in _RULES]
-    legal = {d.name: tuple({o[d.name]: None for o in others}) for d in decided.decisions}
+    legal = {d.name: tuple({o[d.name]: None for o in others}) for d in decisions}
     found = {d.name for d in there}
     dtypes = {before.entries[d.name].dtype for d in there} | {
         after.entries[d.name].dtype for d in there
@@ -92,14 +111,16 @@ def match(
     return Matched(
         name,
         config,
-        decided.decisions,
+        decisions,
         legal,
-        tuple(dict.fromkeys(d.heads for d in decided.decisions if d.heads)),
+        tuple(dict.fromkeys(d.heads for d in decisions if d.heads)),
         before,
         after,
         len(set(before.entries) - parameters),
-        tuple(d.name for d in decided.decisions if d.name not in found),
+        tuple(d.name for d in decisions if d.name not in found),
         str(coarsest).removeprefix("torch."),
+        only,
+        len(every),
     )
 
 
@@ -142,7 +163,7 @@ def _of_this_model(
         raise EvidenceError(
             f"{saved.path} has {len(there)} of the {len(all)} Muon weights of {name}; it lacks "
             f"{missing}.",
-            "Give the config that was trained.",
+            "Give the config that was trained, or name those that are there: --weights PATTERN.",
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muonsplit.audit.spectra import Sized, largest, sized, unsure
+from muonsplit.audit.spectra import Sized, sized, unsure
 from muonsplit.errors import EvidenceError
 from muonsplit.evidence.saved import Saved
 from muonsplit.layout import Layout
@@ -64,15 +64,14 @@ def change(before: Saved, after: Saved, name: str, decay: float) -> Change:
     earlier = _read(before, name)
     later = _read(after, name)
     digests = _digest(earlier), _digest(later)
-    hidden = unsure(earlier, later)
+    finest = max(torch.finfo(x.dtype).eps for x in (earlier, later))
     values = earlier.float() if earlier.dtype != torch.float32 else earlier
-    values.mul_(1 - decay).sub_(later)
-    del later
+    values = values.mul_(1 - decay).sub_(later)
     if not bool(torch.isfinite(values).all()):
         raise EvidenceError(f"{name} holds NaN or infinity.", "The run had diverged.")
-    if hidden.float().norm() <= _NEGLIGIBLE * largest(values.reshape(1, -1, values.shape[-1]))[0]:
-        return Change(values, None, *digests)
-    return Change(values, hidden, *digests)
+    most = 2 * finest * float(later.float().norm())
+    negligible = _NEGLIGIBLE * float(values.norm()) / min(values.shape[-2:]) ** 0.5
+    return Change(values, None if most <= negligible else unsure(later), *digests)
 
 
 def _read(saved: Saved, name: str) -> Tensor:

@@ -161,6 +161,8 @@ class Evidence:
         inputs: The recorded inputs: ``gradients``, ``momentum``.
         unknown: Tensors of the checkpoint that are no parameters of the model.
         missing: Muon weights of the model that the checkpoint lacks.
+        asked: Pattern of the names of the weights that were asked about.
+        muon: Muon weights of the model, asked about or not.
     """
 
     kind: str
@@ -169,6 +171,8 @@ class Evidence:
     inputs: tuple[str, ...]
     unknown: int
     missing: tuple[str, ...]
+    asked: str = "*"
+    muon: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,73 +1,21 @@
 """Auditing: two checkpoints, a config and a dialect come to what a run did."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
 
-from torch import Tensor
-
-from muonsplit.audit import decay
-from muonsplit.audit.chance import Coordinates, Gain, coordinates, mixed, turned
-from muonsplit.audit.cuts import WHOLE, cuts, refines
-from muonsplit.audit.decay import Decay
-from muonsplit.audit.decide import Decided, Weight, decide
-from muonsplit.audit.inputs import AHEAD, MOST_OFF, explained
-from muonsplit.audit.matched import Matched
-from muonsplit.audit.measure import Change, Measured, change, measured
-from muonsplit.audit.pictured import pictured
-from muonsplit.audit.result import Audit, AuditedWeight, Evidence, Explained, Settings
+from muonsplit.audit.cuts import WHOLE, cuts
+from muonsplit.audit.decay import Decay, Lost
+from muonsplit.audit.decide import Weight
+from muonsplit.audit.inputs import backwards
+from muonsplit.audit.measure import Measured, change, measured
+from muonsplit.audit.one import One, written
+from muonsplit.audit.question import Question
+from muonsplit.audit.result import Audit, AuditedWeight, Evidence, Settings
 from muonsplit.audit.sizes import ANY, Rates, Rule, allowed, fitted, rules
 from muonsplit.audit.spectra import blocks_of, largest
-from muonsplit.audit.state import State
-from muonsplit.dialect import Dialect
 from muonsplit.errors import EvidenceError
-from muonsplit.evidence.saved import Saved
 from muonsplit.geometry import Decision
 from muonsplit.layout import Layout
-
-Progress = Callable[[int, int, str], None]
-# A given rate may have been rounded by who wrote it down.
-_GIVEN = 1e-3
-
-
-class Told(NamedTuple):
-    """What is known of how one weight was trained.
-
-    Attributes:
-        lr: Learning rate; None to fit it.
-        weight_decay: Weight decay; None to fit it.
-        beta: Momentum coefficient; None for the dialect's.
-    """
-
-    lr: float | None = None
-    weight_decay: float | None = None
-    beta: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What is asked of a run.
-
-    Attributes:
-        matched: Checkpoints and plan, brought together.
-        dialect: The dialect that the run is held to.
-        recorded: The step's inputs: ``gradients``, ``momentum``, ``momentum_before``.
-        told: What is known of how a weight was trained, by its name.
-        steps: Optimizer steps between the checkpoints.
-        kind: ``checkpoints`` or ``capture``.
-        state: Where to put down what is known already, and take it up again.
-        progress: Told how many are done, of how many, and the weight that begins.
-    """
-
-    matched: Matched
-    dialect: Dialect
-    recorded: Mapping[str, Saved] = field(default_factory=dict[str, Saved])
-    told: Callable[[str], Told] = lambda name: Told()
-    steps: int = 1
-    kind: str = "checkpoints"
-    state: State = field(default_factory=State)
-    progress: Progress = lambda done, of, name: None
 
 
 def audit(question: Question) -> Audit:
@@ -81,7 +29,7 @@ def audit(question: Question) -> Audit:
     """
     matched = question.matched
     names = [d.name for d in matched.decisions]
-    lost = _Lost(question)
+    lost = Lost(question)
     each = {d.name: cuts(d, matched.legal[d.name], matched.heads) for d in matched.decisions}
     found: dict[str, Measured | str] = {}
     for done, d in enumerate(matched.decisions):
@@ -103,40 +51,15 @@ def audit(question: Question) -> Audit:
             rows.append(_unread(d, str(found[d.name])))
             continue
         kind = (d.owner, d.leaf, d.shape)
-        one = _One(question, d, weights[d.name], possible, rates, lost, kind not in shown)
+        one = One(question, d, weights[d.name], possible, rates, lost, kind not in shown)
         shown.add(kind)
         rows.append(question.state.once("decided", d.name, AuditedWeight, one.row))
+    _refuse_backwards(rows)
     return _audit(question, rows, possible, rates, lost, known)
 
 
-class _Lost:
-    """What weights lose by decay: as it is told, or fitted once for all of those left."""
-
-    def __init__(self, question: Question) -> None:
-        self._question = question
-        self._fitted: Decay | None = None
-
-    def of(self, name: str) -> Decay:
-        told, arithmetic = self._question.told(name), self._question.dialect.arithmetic
-        if told.weight_decay == 0 or arithmetic.decay.startswith("folded"):
-            return Decay(0.0, 0.0)
-        if told.weight_decay and told.lr and arithmetic.decay_rate == "base":
-            return Decay(told.weight_decay * told.lr * self._question.steps, 0.0)
-        return self.fitted
-
-    @property
-    def fitted(self) -> Decay:
-        if self._fitted is None:
-            matched = self._question.matched
-            there = [d.name for d in matched.decisions if d.name not in matched.missing]
-            self._fitted = self._question.state.once(
-                "decay", "", Decay, lambda: decay.fitted(*matched.both, there)
-            )
-        return self._fitted
-
-
 def _measured(
-    question: Question, d: Decision, each: Mapping[str, Layout | None], lost: _Lost
+    question: Question, d: Decision, each: Mapping[str, Layout | None], lost: Lost
 ) -> Measured | str:
     """The sizes of a weight's blocks, or why they are not known."""
     if d.name in question.matched.missing:
@@ -171,6 +94,16 @@ def _refuse_equal(question: Question, known: Mapping[str, Measured]) -> None:
         )
 
 
+def _refuse_backwards(rows: Sequence[AuditedWeight]) -> None:
+    held = [row.explained for row in rows if row.explained]
+    if held and all(map(backwards, held)):
+        raise EvidenceError(
+            f"All {len(held)} weights moved along their gradients, not against them: the "
+            "checkpoints are in the wrong order.",
+            "Give the earlier one first.",
+        )
+
+
 def _settled(question: Question, weights: Mapping[str, Weight]) -> tuple[list[Rule], Rates]:
     """The scale rules that are possible, the most probable first, and the learning rates."""
     every = rules(question.dialect.arithmetic)
@@ -193,154 +126,10 @@ def _settled(question: Question, weights: Mapping[str, Weight]) -> tuple[list[Ru
     return [best[0], *rest], best[1]
 
 
-@dataclass(slots=True)
-class _One:
-    """One weight that is being decided on; its values are read when they are needed."""
-
-    question: Question
-    decision: Decision
-    weight: Weight
-    rules: Sequence[Rule]
-    rates: Rates
-    lost: _Lost
-    show: bool
-    _change: Change | None = None
-    _turned: dict[int, Coordinates] = field(default_factory=dict[int, Coordinates])
-
-    def row(self) -> AuditedWeight:
-        planned = next(iter(self.weight.cuts))
-        rates = self._rates()
-        found = decide(self.weight, planned, self.rules, rates, self.question.steps, self._compare)
-        fits = self._explained(rates)
-        row = self._row(found, planned)
-        if fits:
-            row = _by_input(row, fits, self.weight.cuts, planned)
-        picture = None
-        if self.show and len(self.decision.shape) == 2 and rates.low > 0:
-            picture = pictured(self._values(), self.weight.cuts[planned], *self._units(rates))
-        return replace(row, explained=fits[:4], picture=picture)
-
-    def _rates(self) -> Rates:
-        rate = self.question.told(self.decision.name).lr
-        return Rates(rate * (1 - _GIVEN), rate * (1 + _GIVEN)) if rate else self.rates
-
-    def _units(self, rates: Rates) -> tuple[float, float]:
-        """The sizes of a planned block and of the whole."""
-        layout, shape = next(iter(self.weight.cuts.values())), self.weight.shape
-        matrix = self.weight.matrix(layout)
-        block = matrix if layout is None else (layout.blocks()[0].rows, matrix[-1])
-        rule = self.rules[0]
-        return rates.low * rule.size(block, matrix), rates.low * rule.size(shape, shape)
-
-    def _values(self) -> Tensor:
-        if self._change is None:
-            both = self.question.matched.both
-            off = self.lost.of(self.decision.name)
-            self._change = change(*both, self.decision.name, off.taken)
-        return self._change.values
-
-    def _compare(self, candidate: Layout | None, other: Layout | None) -> Gain:
-        found = Gain(1.0, float("inf"))
-        if other is not None:
-            found = turned(self._along(other.axis), candidate, other, 0)
-        if candidate is not None and not found.rules_out and refines(candidate, other):
-            found = mixed(self._along(candidate.axis), candidate, other, 0)
-        return found
-
-    def _along(self, axis: int) -> Coordinates:
-        if axis not in self._turned:
-            values = self._values()
-            self._turned[axis] = coordinates(values.mT if axis else values)
-        return self._turned[axis]
-
-    def _explained(self, rates: Rates) -> tuple[Explained, ...]:
-        if not self.question.recorded or self.question.steps != 1:
-            return ()
-        beta = self.question.told(self.decision.name).beta
-        arithmetic = self.question.dialect.arithmetic
-        return explained(
-            self._values(),
-            self.question.recorded,
-            self.decision.name,
-            self.weight.cuts,
-            arithmetic,
-            arithmetic.beta if beta is None else beta,
-            rates.low or 1.0,
-        )
-
-    def _row(self, found: Decided, planned: str) -> AuditedWeight:
-        cut = self.weight.cuts
-        reason, outcome = found.reason, "undecided"
-        scale = found.rule.name if found.rule is not None else ""
-        if found.cut:
-            alike = found.cut == planned and found.rule is self.rules[0]
-            outcome = "as planned" if alike else "otherwise"
-            if found.cut == planned and not alike:
-                reason = f"the cut is as planned, its scale is {scale}"
-            elif not alike:
-                reason = f"{found.cut}: {_written(cut[found.cut])}"
-        elif _excluded(found, planned, self.rules[0]):
-            outcome, reason = "otherwise", f"not as planned; {reason}"
-        return AuditedWeight(
-            self.decision.name,
-            f"{self.decision.owner}.{self.decision.leaf}",
-            self.decision.shape,
-            _written(cut[planned]),
-            _written(cut[found.cut]) if found.cut else "",
-            outcome,
-            reason,
-            found.margin,
-            found.sigma,
-            found.next,
-            scale,
-            found.tried,
-            (),
-            None,
-        )
-
-
-def _excluded(found: Decided, planned: str, rule: Rule) -> bool:
-    """Whether the plan does not fit, although nothing else was decided."""
-    mine = [t for t in found.tried if t.cut == planned and t.scale == rule.name]
-    return (
-        bool(found.tried) and not any(t.fits for t in mine) and "did not move" not in found.reason
-    )
-
-
-def _written(layout: Layout | None) -> str:
-    return "whole" if layout is None else str(layout)
-
-
-def _by_input(
-    row: AuditedWeight,
-    fits: Sequence[Explained],
-    cut: Mapping[str, Layout | None],
-    planned: str,
-) -> AuditedWeight:
-    """What the recorded input says is better than what sizes say."""
-    best, rest = fits[0], fits[1:]
-    margin = min((e.off for e in rest), default=float("inf")) / max(best.off, 1e-12)
-    if best.off > MOST_OFF or margin < AHEAD:
-        return row
-    alike = best.cut == planned
-    written = _written(cut[best.cut])
-    return replace(
-        row,
-        observed=written,
-        outcome="as planned" if alike else "otherwise",
-        reason="" if alike else f"{best.cut}: {written}",
-        margin=float(f"{margin:.4g}"),
-        sigma=0.0,
-        next=rest[0].cut if rest else "",
-        scale="",
-    )
-
-
 def _unread(d: Decision, reason: str) -> AuditedWeight:
-    layout = "whole" if d.layout is None else str(d.layout)
-    leaf = f"{d.owner}.{d.leaf}"
+    leaf, cut = f"{d.owner}.{d.leaf}", written(d.layout)
     return AuditedWeight(
-        d.name, leaf, d.shape, layout, "", "unread", reason, 0.0, 0.0, "", "", (), (), None
+        d.name, leaf, d.shape, cut, "", "unread", reason, 0.0, 0.0, "", "", (), (), None
     )
 
 
@@ -349,7 +138,7 @@ def _audit(
     rows: Sequence[AuditedWeight],
     possible: Sequence[Rule],
     rates: Rates,
-    lost: _Lost,
+    lost: Lost,
     known: Mapping[str, Measured],
 ) -> Audit:
     matched = question.matched
@@ -364,6 +153,8 @@ def _audit(
             tuple(question.recorded),
             matched.unknown,
             tuple(matched.missing),
+            matched.asked,
+            matched.muon,
         ),
         Settings(
             question.steps,

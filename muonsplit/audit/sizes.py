@@ -15,9 +15,9 @@ from muonsplit.muon.scale import factors
 from muonsplit.newton_schulz.oracle import polynomial
 
 # Chosen: a fitted rate assumes that the singular values of what is orthogonalised span half a
-# decade somewhere in this range, relative to the norm. How far such a span is lifted at least
-# follows from the coefficients.
-_SPAN, _RANGE, _POINTS = 0.5, (-2.3, 0.0), 4000
+# decade somewhere in this range, relative to the norm, and that one of them is among the fifth of
+# such a span that is lifted most. How far that is at least follows from the coefficients.
+_SPAN, _RANGE, _POINTS, _SHARE = 0.5, (-2.3, 0.0), 4000, 0.8
 
 
 class Rates(NamedTuple):
@@ -114,5 +114,6 @@ def _edge(arithmetic: Arithmetic) -> float:
     """How far above the largest size that was seen the top of the band may be."""
     inputs = torch.logspace(*_RANGE, _POINTS, dtype=torch.float64) / arithmetic.norm_factor
     width = int(_SPAN / (_RANGE[1] - _RANGE[0]) * _POINTS)
-    least = polynomial(inputs, arithmetic).unfold(0, width, 1).amax(1).min()
+    spans = polynomial(inputs, arithmetic).unfold(0, width, 10)
+    least = spans.quantile(_SHARE, 1).min()
     return float(band(arithmetic, 1).high / least)

@@ -3,6 +3,7 @@
 B: blocks, D: rows of a block, N: its columns.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,10 +13,12 @@ from torch import Tensor
 from muonsplit.layout import Layout
 
 # Up to here all singular values by the Gram matrix are quicker than the largest by Lanczos.
-_SMALL = 512
+_SMALL = 64
+# Up to here Lanczos is quicker on the Gram matrix, which fits a cache.
+_GRAM = 1024
 # Golub-Kahan steps. The largest value is then within 1e-3 also where many are nearly as large:
 # after k steps on a spectrum of width w under the largest, the error is about w·(π/2k)².
-_STEPS = 64
+_STEPS = 40
 
 
 class Sized(NamedTuple):
@@ -75,9 +78,11 @@ def _sized(shape: tuple[int, int], parts: list[tuple[Tensor, float]]) -> Sized:
 
 def largest(blocks_BDN: Tensor) -> Tensor:
     """The largest singular value of every block, shape ``[B]``, float64."""
-    if min(blocks_BDN.shape[1:]) <= _SMALL:
+    side = min(blocks_BDN.shape[1:])
+    if side <= _SMALL:
         return values(blocks_BDN)[:, -1]
-    return torch.stack([_lanczos(block) for block in blocks_BDN])
+    find = _lanczos_of_gram if side <= _GRAM else _lanczos
+    return torch.cat([find(part) for part in _few(blocks_BDN)])
 
 
 def values(blocks_BDN: Tensor) -> Tensor:
@@ -91,45 +96,58 @@ def _few(blocks_BDN: Tensor) -> Iterator[Tensor]:
 
 
 def _by_gram(blocks: Tensor) -> Tensor:
-    blocks = blocks.float()
-    scale = blocks.abs().amax((1, 2)).clamp(min=1e-38).view(-1, 1, 1)
-    blocks = blocks / scale
-    gram = blocks @ blocks.mT if blocks.shape[1] <= blocks.shape[2] else blocks.mT @ blocks
+    gram, scale = _gram(blocks)
     squares = torch.linalg.eigvalsh(gram.double()).clamp(min=0)
-    return squares.sqrt() * scale.view(-1, 1).double()
+    return squares.sqrt() * scale.view(-1, 1)
 
 
-def _lanczos(block: Tensor) -> Tensor:
-    """The largest singular value by Golub-Kahan bidiagonalisation with full reorthogonalisation."""
+def _lanczos_of_gram(blocks: Tensor) -> Tensor:
+    gram, scale = _gram(blocks)
+    return _lanczos(gram).sqrt() * scale
+
+
+def _gram(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Gram matrices on the smaller side of blocks over their largest elements, and those."""
+    scale = blocks.abs().amax((1, 2)).float().clamp(min=1e-38)
+    blocks = blocks.float() / scale.view(-1, 1, 1)
+    wide = blocks.shape[1] <= blocks.shape[2]
+    return blocks @ blocks.mT if wide else blocks.mT @ blocks, scale.double()
+
+
+def _lanczos(blocks: Tensor) -> Tensor:
+    """The largest singular values by Golub-Kahan bidiagonalisation with full reorthogonalisation.
+
+    What is exhausted goes on with zeros, which add zeros to its bidiagonal matrix.
+    """
+    blocks = blocks.float().contiguous()
+    top = float(torch.linalg.vector_norm(blocks, math.inf)) or 1.0
+    if top < 1e-15 or top > 1e15:  # whose squares float32 cannot hold
+        return _lanczos(blocks / top) * top
+    steps = min(_STEPS, *blocks.shape[1:])
     source = torch.Generator().manual_seed(0)
-    right = torch.randn(block.shape[1], generator=source)
-    right = right / right.norm()
-    lefts, rights = list[Tensor](), [right]
-    diagonal, beside = list[Tensor](), list[Tensor]()
-    for _ in range(min(_STEPS, *block.shape)):
-        left = _orthogonal(block @ rights[-1], lefts)
-        diagonal.append(left.norm())
-        if diagonal[-1] == 0:
-            break
-        lefts.append(left / diagonal[-1])
-        right = _orthogonal(block.mT @ lefts[-1], rights)
-        beside.append(right.norm())
-        if beside[-1] <= 1e-6 * diagonal[0]:
-            break
-        rights.append(right / beside[-1])
-    bidiagonal = torch.diag(torch.stack(diagonal))
-    for i, value in enumerate(beside[: len(diagonal) - 1]):
-        bidiagonal[i, i + 1] = value
-    return torch.linalg.svdvals(bidiagonal.double())[0]
+    right = torch.randn(blocks.shape[2], generator=source).expand(len(blocks), -1)
+    lefts, rights = blocks.new_zeros(0), (right / right.norm(dim=1, keepdim=True)).unsqueeze(1)
+    bidiagonal = blocks.new_zeros(len(blocks), steps, steps)
+    for k in range(steps):
+        left = (blocks @ rights[:, -1].unsqueeze(2)).squeeze(2)
+        left, bidiagonal[:, k, k] = _next(left, lefts, bidiagonal[:, 0, 0])
+        lefts = torch.cat((lefts, left.unsqueeze(1)), 1) if k else left.unsqueeze(1)
+        if k + 1 < steps:
+            right = (left.unsqueeze(1) @ blocks).squeeze(1)
+            right, bidiagonal[:, k, k + 1] = _next(right, rights, bidiagonal[:, 0, 0])
+            rights = torch.cat((rights, right.unsqueeze(1)), 1)
+    return torch.linalg.matrix_norm(bidiagonal.double(), 2)
 
 
-def _orthogonal(vector: Tensor, others: list[Tensor]) -> Tensor:
-    if not others:
-        return vector
-    basis = torch.stack(others)
-    for _ in range(2):
-        vector = vector - basis.mT @ (basis @ vector)
-    return vector
+def _next(vectors: Tensor, others: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors orthogonal to those before, of norm one, and what their norms were."""
+    if others.numel():
+        for _ in range(2):
+            shares = others @ vectors.unsqueeze(2)
+            vectors = vectors - (shares.mT @ others).squeeze(1)
+    norms = vectors.norm(dim=1)
+    norms = torch.where(norms > 1e-6 * first, norms, 0.0)
+    return vectors / norms.clamp(min=1e-30).unsqueeze(1) * (norms > 0).unsqueeze(1), norms
 
 
 def rounding(unsure_BDN: Tensor) -> float:
@@ -149,19 +167,25 @@ def rounding(unsure_BDN: Tensor) -> float:
     return most
 
 
-def unsure(before: Tensor, after: Tensor) -> Tensor:
+def unsure(after: Tensor) -> Tensor:
     """The standard deviation of the error of each element of a change, from rounding; bfloat16.
 
-    Both were rounded to nearest: an error is uniform within a unit in the last place, whose
-    variance is ulp² / 12.
+    An error of rounding to nearest is uniform within a unit in the last place, whose variance is
+    ulp² / 12. There are two such errors of halves: each checkpoint's, or decay's and the step's
+    where training keeps no more. There are four of float32: decay's and the step's, and both again
+    where the change is formed.
+
+    Args:
+        after: The weight, as it is stored; before it was of nearly the same size.
     """
-    squares = _ulp(before).square_()
-    squares += _ulp(after).square_()
-    return squares.div_(12).sqrt_().bfloat16()
+    errors = 4 if after.dtype == torch.float32 else 2
+    return _ulp(after).mul_((errors / 12) ** 0.5).bfloat16()
 
 
 def _ulp(x: Tensor) -> Tensor:
     """The unit in the last place of each element; float32."""
     info = torch.finfo(x.dtype)
-    exponent = torch.frexp(x.float())[1]
+    # Below the smallest normal number, and at zero, it is no longer smaller.
+    least = math.frexp(info.tiny)[1]
+    exponent = torch.frexp(x.float())[1].masked_fill_(x == 0, least).clamp_(min=least)
     return torch.ldexp(torch.full_like(exponent, info.eps / 2, dtype=torch.float32), exponent)

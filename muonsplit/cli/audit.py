@@ -9,8 +9,8 @@ import click
 from muonsplit.cli.group import cli, counted, dialect_option, form_option, make, show
 
 if TYPE_CHECKING:
+    from muonsplit.audit.question import Question
     from muonsplit.audit.result import Audit
-    from muonsplit.audit.run import Question
 
 _PATH = click.Path(path_type=Path)
 
@@ -24,6 +24,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--weight-decay", type=float, help="Weight decay of the step; fitted by default.")
 @click.option("--beta", type=float, help="Momentum coefficient; the dialect's by default.")
 @click.option("--steps", type=click.IntRange(1), default=1, help="Optimizer steps between them.")
+@click.option("--weights", default="*", metavar="PATTERN", help="Only weights named so.")
 @click.option("--gradients", type=_PATH, help="The step's gradients, like a checkpoint.")
 @click.option("--momentum", type=_PATH, help="Momentum after the step, like a checkpoint.")
 @click.option("--trust-pickles", is_flag=True, help="Let DeepSpeed load its own pickled files.")
@@ -65,6 +66,7 @@ def _question(
     weight_decay: float | None,
     beta: float | None,
     steps: int,
+    weights: str,
     gradients: Path | None,
     momentum: Path | None,
     trust_pickles: bool,
@@ -83,6 +85,7 @@ def _question(
         recorded={"gradients": gradients, "momentum": momentum},
         told=(lr, weight_decay, beta),
         steps=steps,
+        only=weights,
         trust_pickles=trust_pickles,
         state=state,
         progress=progress,  # pyright: ignore[reportArgumentType]

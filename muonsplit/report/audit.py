@@ -246,7 +246,9 @@ def settings(audit: Audit) -> list[tuple[str, str]]:
     s, e = audit.settings, audit.evidence
     lr, decay = ("given" if given else "fitted" for given in (s.lr_given, s.decay_given))
     missing = f"{len(e.missing)}: {collapsed(e.missing)}" if e.missing else "none"
+    asked = f"{len(audit.weights)} of {e.muon}, named like {e.asked}"
     return [
+        *([("Muon weights asked about", asked)] if e.asked != "*" else []),
         ("evidence", e.kind),
         ("recorded input", ", ".join(e.inputs) or "none"),
         ("dtype of the checkpoints", s.dtype),
