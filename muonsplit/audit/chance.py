@@ -19,10 +19,11 @@ from torch import Tensor
 from muonsplit.audit.spectra import largest
 from muonsplit.layout import Layout
 
-# Degrees of freedom of the scatter: six standard errors are then exceeded in 5 of 10⁴ cases.
-_FREEDOM = 6
+# Degrees of freedom of the scatter. So many standard errors are then exceeded once in a thousand
+# cases, of which the least gain is exceeded in few.
+_FREEDOM = 8
 # Chosen: what a gain must exceed; Lanczos errs by less than 1e-3.
-_LEAST, _ERRORS = 1.02, 6.0
+_LEAST, _ERRORS = 1.02, 4.5
 # The longest side whose eigenvectors are computed: seconds.
 _MOST_SIDE = 1024
 # A direction is lifted if it has this share of the largest energy: the bands of all schedules are

@@ -39,7 +39,7 @@ def refines(fine: Layout | None, coarse: Layout | None) -> bool:
         return False
     owners = _owners(coarse)
     inside = all(
-        len({owners[row] for a, b in block.spans for row in (a, b - 1)}) == 1
+        len({owner for a, b in block.spans for owner in owners[a:b]}) == 1
         for block in fine.blocks()
     )
     return inside and not fine.same_cut(coarse)

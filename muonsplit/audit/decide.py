@@ -22,7 +22,7 @@ class Decided(NamedTuple):
 
     Attributes:
         cut: The name of the cut; empty if none was decided.
-        rule: The scale rule that it goes with.
+        rules: The scale rules that it fits under, the first of all rules first.
         reason: Why none was decided.
         margin: Factor by which the hypothesis that comes next is impossible.
         sigma: How many standard errors that is, where it was ruled out by chance; else 0.
@@ -31,7 +31,7 @@ class Decided(NamedTuple):
     """
 
     cut: str
-    rule: Rule | None
+    rules: tuple[Rule, ...]
     reason: str
     margin: float
     sigma: float
@@ -102,7 +102,7 @@ def decide(
     fitting = [h for h in every if h.off == 1.0]
     shown = [h for h in every if h.rule is rules[0] or h.off == 1.0]
     tried = tuple(_tried(weight, h, rates, steps) for h in shown)
-    undecided = Decided("", None, "", 0.0, 0.0, "", tried)
+    undecided = Decided("", (), "", 0.0, 0.0, "", tried)
     if all(s.most <= s.hidden for sizes in weight.sizes.values() for s in sizes):
         return undecided._replace(
             reason="it did not move, or by less than rounding hides", tried=()
@@ -115,7 +115,8 @@ def decide(
         rivals = {h.cut: h.layout for h in fitting if h.cut != winner.cut}
         against = {cut: compare(winner.layout, layout) for cut, layout in rivals.items()}
         if all(found.rules_out for found in against.values()):
-            return _won(undecided, winner, every, against)
+            also = tuple(h.rule for h in fitting if h.cut == winner.cut)
+            return _won(undecided, winner, also, every, against)
     names = ", ".join(dict.fromkeys(h.cut for h in _coarsest_first(fitting)))
     return undecided._replace(reason=f"it may be any of: {names}")
 
@@ -133,6 +134,7 @@ def _coarsest_first(fitting: Sequence[Hypothesis]) -> list[Hypothesis]:
 def _won(
     undecided: Decided,
     winner: Hypothesis,
+    also: tuple[Rule, ...],
     every: Sequence[Hypothesis],
     against: Mapping[str, Gain],
 ) -> Decided:
@@ -143,7 +145,7 @@ def _won(
     beaten = against.get(following)
     return undecided._replace(
         cut=winner.cut,
-        rule=winner.rule,
+        rules=also,
         margin=_digits(margins.get(following, math.inf)),
         sigma=0.0 if beaten is None else _digits(math.log(beaten.gain) / beaten.error),
         next=following,

@@ -64,14 +64,16 @@ def change(before: Saved, after: Saved, name: str, decay: float) -> Change:
     earlier = _read(before, name)
     later = _read(after, name)
     digests = _digest(earlier), _digest(later)
-    finest = max(torch.finfo(x.dtype).eps for x in (earlier, later))
+    # Of float64 no more is kept than of float32.
+    earlier, later = (x.float() if x.dtype == torch.float64 else x for x in (earlier, later))
+    coarser = max(later, earlier, key=lambda x: torch.finfo(x.dtype).eps)
     values = earlier.float() if earlier.dtype != torch.float32 else earlier
     values = values.mul_(1 - decay).sub_(later)
     if not bool(torch.isfinite(values).all()):
         raise EvidenceError(f"{name} holds NaN or infinity.", "The run had diverged.")
-    most = 2 * finest * float(later.float().norm())
+    most = 2 * torch.finfo(coarser.dtype).eps * float(coarser.float().norm())
     negligible = _NEGLIGIBLE * float(values.norm()) / min(values.shape[-2:]) ** 0.5
-    return Change(values, None if most <= negligible else unsure(later), *digests)
+    return Change(values, None if most <= negligible else unsure(coarser), *digests)
 
 
 def _read(saved: Saved, name: str) -> Tensor:

@@ -104,9 +104,9 @@ class One:
     def _row(self, found: Decided, planned: str) -> AuditedWeight:
         cut = self.weight.cuts
         reason, outcome = found.reason, "undecided"
-        scale = found.rule.name if found.rule is not None else ""
+        scale = " or ".join(rule.name for rule in found.rules)
         if found.cut:
-            alike = found.cut == planned and found.rule is self.rules[0]
+            alike = found.cut == planned and self.rules[0] in found.rules
             outcome = "as planned" if alike else "otherwise"
             if found.cut == planned and not alike:
                 reason = f"the cut is as planned, its scale is {scale}"

@@ -105,7 +105,8 @@ class AuditedWeight:
         sigma: By how many standard errors, where that one is possible by its sizes and was ruled
             out by how rows overlap; else 0.
         next: That hypothesis.
-        scale: The scale rule that goes with the observed cut; empty if none was decided.
+        scale: The scale rules that the observed cut fits under, which the width of the band cannot
+            tell apart; empty if none was decided.
         tried: Every hypothesis.
         explained: The best hypotheses on the recorded input, the best first; none without input.
         picture: For the reader's eye; only of some weights.

@@ -58,7 +58,7 @@ def hypothesis(weight: AuditedWeight, layout: str, scale: str = "") -> Tried | N
         scale: The scale rule that is preferred; else the one that suits it best.
     """
     found = [tried for tried in weight.tried if tried.layout == layout]
-    return min(found, key=lambda tried: (tried.scale != scale, tried.off)) if found else None
+    return min(found, key=lambda tried: (tried.scale not in scale, tried.off)) if found else None
 
 
 def seen(weight: AuditedWeight) -> Tried | None:
