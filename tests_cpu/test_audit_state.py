@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ class Answer(NamedTuple):
 
 ANSWERS: dict[tuple[str, str], Answer] = {
     ("measured", "first"): Answer((Sized(4, 8, 2, 1, 0.25, 0.5, 0.0),), 1.0),
-    ("measured", 'a "name",\n[with] all – signs'): Answer((), 1.5),
+    ("measured", 'a "name",\n[with] all – signs\u2028\x0b'): Answer((), 1.5),
     ("decided", "first"): Answer((Sized(2, 2, 2, 0, 1e-30, 1e30, 3.0),) * 2, 2.0),
 }
 
@@ -84,20 +85,14 @@ def test_a_state_cut_at_any_byte_goes_on_or_is_refused(tmp_path: Path) -> None:
     first = whole.index(b"\n")
     for length in range(len(whole) + 1):
         path.write_bytes(whole[:length])
-        try:
-            found, told = answered(path)
-        except EvidenceError as error:
-            assert length < first
-            assert "not the state of this audit" in error.message
+        if length <= first:
+            with pytest.raises(EvidenceError, match="not the state of this audit"):
+                answered(path)
             assert path.read_bytes() == whole[:length]
             continue
-        assert length >= first
-        assert found == ANSWERS
         kept = whole[:length].count(b"\n") - 1
-        assert told <= 3 - kept
-        # Once more it is known; but for a line that was joined to the rest of one cut short.
-        found, told = answered(path)
-        assert (found, told <= 1) == (ANSWERS, True)
+        assert answered(path) == (ANSWERS, 3 - kept)
+        assert path.read_bytes() == whole
         assert answered(path) == (ANSWERS, 0)
 
 
@@ -230,9 +225,7 @@ def test_what_is_written_reads_back(
 
 
 def test_an_audit_of_nothing_is_inconclusive() -> None:
-    assert Audit(*(getattr(audit(), f) for f in Audit.__slots__[:5]), (), ()).verdict is (
-        Verdict.INCONCLUSIVE
-    )
+    assert replace(audit(), weights=()).verdict is Verdict.INCONCLUSIVE
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -484,7 +477,7 @@ def captured(folder: Path) -> None:
     named = [(n, p) for n, p in model.named_parameters() if n in layouts]
     optimizer = muonsplit.PerHeadMuon(named, layouts, dialect="moonlight+per-head", lr=0.02)
     for _, p in named:
-        p.grad = torch.randn(p.shape[0], 6) @ torch.randn(6, p.shape[1])
+        p.grad = torch.randn(p.shape)
     with muonsplit.capture(optimizer, folder):
         optimizer.step()
 
@@ -503,10 +496,11 @@ def asked(
 def test_a_capture_is_as_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     captured(tmp_path / "step")
     code, said = asked(tmp_path, capsys, tmp_path / "step")
-    assert code in (0, 2), said
-    rows = sound(tmp_path / "out" / "certificate.json").weights
-    assert {w.outcome for w in rows} <= {"as planned", "undecided"}
-    assert sum(w.outcome == "as planned" for w in rows) > len(rows) / 2
+    assert code == 0, said
+    found = sound(tmp_path / "out" / "certificate.json")
+    assert found.verdict is Verdict.CONFORMS
+    assert {w.observed for w in found.weights if "q_proj" in w.weight} == {"q 4×16"}
+    assert {w.observed for w in found.weights if "o_proj" in w.weight} == {"whole"}
 
 
 def test_a_capture_with_a_file_cut_short_or_missing_is_refused(

@@ -25,7 +25,9 @@ _FREEDOM = 8
 # Chosen: what a gain must exceed; Lanczos errs by less than 1e-3.
 _LEAST, _ERRORS = 1.02, 4.5
 # The longest side whose eigenvectors are computed: seconds.
-_MOST_SIDE = 1024
+_MOST_SIDE = 512
+# Blocks of a candidate that are looked at.
+_MOST_BLOCKS = 32
 # A direction is lifted if it has this share of the largest energy: the bands of all schedules are
 # narrower.
 _LIFTED = 0.1
@@ -110,7 +112,7 @@ def turned(given: Coordinates, candidate: Layout | None, other: Layout, seed: in
     values = given.part if across else given.values
     free = values.shape[1] if across else given.free
     theirs = groups(other, given.rows)
-    mine = groups(candidate, given.columns if across else given.rows)
+    mine = _some(groups(candidate, given.columns if across else given.rows))
     source = torch.Generator().manual_seed(seed)
     seen = _tops(values, mine, across)
     tops: list[Tensor] = []
@@ -135,7 +137,7 @@ def mixed(given: Coordinates, candidate: Layout, other: Layout | None, seed: int
         other: A coarser cut along the same axis, that is taken for true.
         seed: Seeds the mixing, by permutations.
     """
-    mine = groups(candidate, given.rows)
+    mine = _some(groups(candidate, given.rows))
     source = torch.Generator().manual_seed(seed)
     seen = _tops(given.values, mine, False).amax(0, keepdim=True)
     tops: list[Tensor] = []
@@ -143,7 +145,7 @@ def mixed(given: Coordinates, candidate: Layout, other: Layout | None, seed: int
         moved = torch.empty_like(given.values)
         for group in groups(other, given.rows):
             order = torch.randperm(len(group), generator=source)
-            moved[group] = given.values[torch.tensor(group)[order]]
+            moved[group] = given.values[group[order]]
         tops.append(_tops(moved, mine, False).amax(0, keepdim=True))
     return _gain(torch.stack(tops), seen)
 
@@ -168,28 +170,32 @@ def _gain(drawn: Tensor, seen: Tensor) -> Gain:
     return Gain(math.exp(float(gains.mean())), error)
 
 
-def groups(layout: Layout | None, rows: Sequence[int]) -> list[list[int]]:
+def groups(layout: Layout | None, rows: Sequence[int]) -> list[Tensor]:
     """Which of the given rows are in one block: their places among those given."""
     if layout is None:
-        return [list(range(len(rows)))]
-    owner: dict[int, int] = {}
+        return [torch.arange(len(rows))]
+    owner = torch.empty(layout.rows, dtype=torch.int64)
     for number, block in enumerate(layout.blocks()):
         for start, stop in block.spans:
-            owner.update(dict.fromkeys(range(start, stop), number))
-    found: dict[int, list[int]] = {}
-    for place, row in enumerate(rows):
-        found.setdefault(owner[row], []).append(place)
-    return list(found.values())
+            owner[start:stop] = number
+    owners = owner[torch.tensor(rows)]
+    order = owners.argsort(stable=True)
+    return list(order.split(owners.unique(return_counts=True)[1].tolist()))
 
 
-def _tops(values: Tensor, blocks: list[list[int]], across: bool) -> Tensor:
+def _some(blocks: list[Tensor]) -> list[Tensor]:
+    """Blocks that stand for all where there are many."""
+    return blocks[:: -(-len(blocks) // _MOST_BLOCKS)]
+
+
+def _tops(values: Tensor, blocks: list[Tensor], across: bool) -> Tensor:
     """Logarithms of the largest singular values of blocks of rows, or of columns."""
     if across:
         return torch.cat([largest(values[:, block].unsqueeze(0)) for block in blocks]).log()
     if len(blocks) == 1:
         return largest(values.unsqueeze(0)).log()
-    alike: dict[int, list[list[int]]] = {}
+    alike: dict[int, list[Tensor]] = {}
     for block in blocks:
         alike.setdefault(len(block), []).append(block)
-    tops = [largest(values[torch.tensor(same)]) for same in alike.values()]
+    tops = [largest(values[torch.stack(same)]) for same in alike.values()]
     return torch.cat(tops).log()

@@ -113,8 +113,12 @@ def decide(
         return undecided._replace(reason=said)
     for winner in _coarsest_first(fitting):
         rivals = {h.cut: h.layout for h in fitting if h.cut != winner.cut}
-        against = {cut: compare(winner.layout, layout) for cut, layout in rivals.items()}
-        if all(found.rules_out for found in against.values()):
+        against: dict[str, Gain] = {}
+        for cut, layout in rivals.items():
+            against[cut] = compare(winner.layout, layout)
+            if not against[cut].rules_out:
+                break
+        else:
             also = tuple(h.rule for h in fitting if h.cut == winner.cut)
             return _won(undecided, winner, also, every, against)
     names = ", ".join(dict.fromkeys(h.cut for h in _coarsest_first(fitting)))

@@ -99,7 +99,8 @@ def match(
     before, after = (under(s, prefix_of(s.entries, parameters)) for s in (before, after))
     _in_order(before, after)
     there = [d for d in decisions if d.name in before.entries and d.name in after.entries]
-    _of_this_model(name, decisions, there, before)
+    fewest = min((before, after), key=lambda saved: sum(d.name in saved.entries for d in decisions))
+    _of_this_model(name, decisions, there, before, fewest)
     _of_one_run(there, before, after)
     others = [_plan_of(model, dialect, rule) for rule in _RULES]
     legal = {d.name: tuple({o[d.name]: None for o in others}) for d in decisions}
@@ -148,7 +149,7 @@ def _in_order(before: Saved, after: Saved) -> None:
 
 
 def _of_this_model(
-    name: str, all: Sequence[Decision], there: Sequence[Decision], saved: Saved
+    name: str, all: Sequence[Decision], there: Sequence[Decision], saved: Saved, fewest: Saved
 ) -> None:
     wrong = [d for d in there if saved.entries[d.name].shape != d.shape]
     if wrong:
@@ -161,7 +162,7 @@ def _of_this_model(
     if 2 * len(there) < len(all):
         missing = _listed(d.name for d in all if d not in there)
         raise EvidenceError(
-            f"{saved.path} has {len(there)} of the {len(all)} Muon weights of {name}; it lacks "
+            f"{fewest.path} has {len(there)} of the {len(all)} Muon weights of {name}; it lacks "
             f"{missing}.",
             "Give the config that was trained, or name those that are there: --weights PATTERN.",
         )

@@ -3,9 +3,10 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from muonsplit.errors import EvidenceError
+from muonsplit.files import write_whole
 
 T = TypeVar("T")
 
@@ -26,29 +27,31 @@ class State:
         self._known: dict[tuple[str, str], str] = {}
         if path is None:
             return
-        if path.exists():
-            self._load(path, key)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"muonsplit audit": key}) + "\n")
+        try:
+            if path.exists():
+                self._load(path, key)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps({"muonsplit audit": key}) + "\n")
+        except OSError as error:
+            raise EvidenceError(
+                f"No state can be kept at {path}: {error.strerror}.", "Give another file."
+            ) from None
 
     def _load(self, path: Path, key: str) -> None:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        try:
-            begun = json.loads(lines[0]).get("muonsplit audit") if lines else None
-        except (ValueError, AttributeError):
-            begun = None
-        if begun != key:
+        *lines, rest = path.read_bytes().split(b"\n")
+        if not lines or _parsed(lines[0]) != {"muonsplit audit": key}:
             raise EvidenceError(
                 f"{path} is not the state of this audit.", "Give another file, or delete it."
             )
-        whole = [line for line in lines[1:] if line.endswith("\n")]  # the last may be cut short
-        for line in whole:
-            try:
-                kind, name, value = json.loads(line)
-            except ValueError:
-                continue
-            self._known[kind, name] = json.dumps(value)
+        for line in lines[1:]:
+            match _parsed(line):
+                case [str(kind), str(name), value]:
+                    self._known[kind, name] = json.dumps(value)
+                case _:
+                    pass
+        if rest:  # cut short: what is written next must not be joined to it
+            write_whole(path, b"\n".join([*lines, b""]))
 
     def once(self, kind: str, name: str, type_: type[T], make: Callable[[], T]) -> T:
         """What is known, or what is made now and then known.
@@ -73,3 +76,10 @@ class State:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(f"[{json.dumps(kind)},{json.dumps(name)},{said}]\n")
         return made
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
