@@ -255,3 +255,12 @@ def test_a_state_goes_on_and_another_question_is_refused(run: Path) -> None:
         path.unlink()
     said = audited(run, *pair(run), "--steps", "1", "--weights", "*q_proj*", "--state", state)
     refused(run, said, "not the state of this audit")
+
+
+def test_a_state_of_files_that_changed_since_is_refused(run: Path) -> None:
+    state = run / "state.jsonl"
+    assert audited(run, *pair(run), "--state", state)[0] in (0, 2)
+    for path in (run / "out").iterdir():
+        path.unlink()
+    changed(run, "after", lambda w: {**w, FIRST: w[FIRST] + 1}, 8)
+    refused(run, audited(run, *pair(run), "--state", state), "not the state of this audit")

@@ -63,9 +63,9 @@ def asked(
     wanted = [name for name, _ in built.named_parameters()]
     matched = match(spec.name, digest(spec.config), built, chosen, *pair, only)
     _refuse_far(matched.both, steps)
-    key = digest(
-        [str(p) for p in (before, after)] + [digest(spec.config), chosen.name, *told, steps, only]
-    )
+    read = {"before": before, "after": after, **(recorded or {})}
+    files = {kind: _stamps(path) for kind, path in read.items() if path is not None}
+    key = digest([files, spec.config, chosen.name, *told, steps, only])
     return Question(
         matched=matched,
         dialect=chosen,
@@ -117,6 +117,12 @@ def _told(
         return Told(*(g if g is not None else k for g, k in zip(given, known, strict=True)))
 
     return of
+
+
+def _stamps(path: Path) -> list[tuple[str, int, int]]:
+    """Sizes and times of the files at a path: what was known of others is no answer."""
+    found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    return [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in found]
 
 
 def _refuse_far(both: tuple[Saved, Saved], steps: int) -> None:
