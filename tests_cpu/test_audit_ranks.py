@@ -28,7 +28,13 @@ pytestmark = pytest.mark.dist
 
 GATHER = f"{DEFAULT_DIALECT}:cut_heads=gather"
 REFERENCE, LOCAL = "builtin:reference", "tests_cpu.test_audit_ranks:rows_of_shards"
-WAYS = [("fsdp", 2), ("fsdp", 4), ("tp", 2), ("tp", 4), ("tp-fsdp", 4)]
+WAYS = [
+    ("fsdp", 2),
+    *(
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in (("fsdp", 4), ("tp", 2), ("tp", 4), ("tp-fsdp", 4))
+    ),
+]
 STEPS = 3
 
 
@@ -88,19 +94,19 @@ def captured(spec: str, way: str, folder: Path) -> None:
 
 def step_of(folder: Path, spec: str, way: str, world: int) -> Any:
     (folder / "config.json").write_text(json.dumps(MODELS["odd"]()))
-    run(world, captured, spec, way, folder / "step", limit=240)
+    run(world, captured, spec, way, folder / "step", limit=900)
     return audited(folder / "step", None, GATHER, config=folder)
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
-    with Ranks(REFERENCE, 2, timeout=120) as ranks:
+    with Ranks(REFERENCE, 2, timeout=600) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
-    with Ranks(REFERENCE, 4, timeout=120) as ranks:
+    with Ranks(REFERENCE, 4, timeout=600) as ranks:
         yield ranks
 
 

@@ -89,7 +89,8 @@ class One:
     def _explained(self, rates: Rates) -> tuple[Explained, ...]:
         if not self.question.recorded or self.question.steps != 1:
             return ()
-        beta = self.question.told(self.decision.name).beta
+        told = self.question.told(self.decision.name)
+        beta = told.beta
         arithmetic = self.question.dialect.arithmetic
         return explained(
             self._values(),
@@ -98,7 +99,7 @@ class One:
             self.weight.cuts,
             arithmetic,
             arithmetic.beta if beta is None else beta,
-            rates.low or 1.0,
+            told.lr or rates.low or 1.0,
         )
 
     def _row(self, found: Decided, planned: str) -> AuditedWeight:
