@@ -64,6 +64,8 @@ def change(before: Saved, after: Saved, name: str, decay: float) -> Change:
     earlier = _read(before, name)
     later = _read(after, name)
     digests = _digest(earlier), _digest(later)
+    if digests[0] == digests[1]:
+        decay = 0.0  # what was not stepped did not decay either
     # Of float64 no more is kept than of float32.
     earlier, later = (x.float() if x.dtype == torch.float64 else x for x in (earlier, later))
     coarser = max(later, earlier, key=lambda x: torch.finfo(x.dtype).eps)
