@@ -102,7 +102,8 @@ def test_a_weight_that_got_no_gradient_did_not_move(tmp_path: Path, decay: float
     run.model.get_parameter(name).grad = None
     found = one_step(tmp_path, run, run.stepped(CUTS["right"]), lr=LR, decay=decay)
     [still] = [w for w in found.weights if w.weight == name]
-    assert (still.outcome, still.reason) == ("undecided", "it did not move")
+    assert still.outcome == "undecided"
+    assert still.reason.startswith("it did not move")
 
 
 def torch_muon(params: list[nn.Parameter]) -> torch.optim.Optimizer:
