@@ -8,7 +8,7 @@ from typing import NamedTuple
 from muonsplit.audit.band import band
 from muonsplit.audit.chance import Gain
 from muonsplit.audit.cuts import refines
-from muonsplit.audit.result import Tried
+from muonsplit.audit.result import Tried, digits
 from muonsplit.audit.sizes import Rates, Rule, allowed
 from muonsplit.audit.spectra import Sized
 from muonsplit.layout import Layout
@@ -150,8 +150,8 @@ def _won(
     return undecided._replace(
         cut=winner.cut,
         rules=also,
-        margin=_digits(margins.get(following, math.inf)),
-        sigma=0.0 if beaten is None else _digits(math.log(beaten.gain) / beaten.error),
+        margin=digits(margins.get(following, math.inf)),
+        sigma=0.0 if beaten is None else digits(math.log(beaten.gain) / beaten.error),
         next=following,
         tried=tuple(
             replace(t, against=f"its blocks would overlap {against[t.cut].gain:.3g} times as much")
@@ -178,11 +178,11 @@ def _tried(weight: Weight, h: Hypothesis, rates: Rates, steps: int) -> Tried:
         "whole" if h.layout is None else str(h.layout),
         h.rule.name,
         sum(s.blocks for s in weight.sizes[h.cut]),
-        _digits(min(lows, default=0.0)),
-        _digits(max(highs)),
-        _digits(max(low for low, _ in bounds)),
-        _digits(min(high for _, high in bounds)),
-        _digits(h.off),
+        digits(min(lows, default=0.0)),
+        digits(max(highs)),
+        digits(max(low for low, _ in bounds)),
+        digits(min(high for _, high in bounds)),
+        digits(h.off),
         "",
     )
 
@@ -192,8 +192,3 @@ def _nearest(mine: Rates, rates: Rates) -> float:
     if mine.low > mine.high:
         mine = Rates((mine.low * mine.high) ** 0.5, (mine.low * mine.high) ** 0.5)
     return min(max(mine.low, rates.low), rates.high) or 1.0
-
-
-def _digits(number: float) -> float:
-    """Four significant digits: what is beyond them depends on the machine."""
-    return float(f"{number:.4g}")

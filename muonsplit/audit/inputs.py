@@ -1,13 +1,12 @@
 """What a step made of its recorded input: direction, size, coefficients, and which input it was."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
 from torch import Tensor
 
-from muonsplit.audit.result import Explained
+from muonsplit.audit.result import Explained, digits
 from muonsplit.dialect import DIALECTS, Arithmetic
 from muonsplit.errors import EvidenceError
 from muonsplit.evidence.saved import Saved
@@ -71,7 +70,7 @@ def explained(
     fits = ((cut, _fit(update, direction, each, best)) for cut, each in cuts.items())
     ranked = sorted(fits, key=lambda found: found[1].residual)
     return tuple(
-        Explained(cut, kind, said, _digits(fit.residual), _digits(fit.size)) for cut, fit in ranked
+        Explained(cut, kind, said, digits(fit.residual), digits(fit.size)) for cut, fit in ranked
     )
 
 
@@ -125,7 +124,3 @@ def _schedules(arithmetic: Arithmetic) -> list[Arithmetic]:
         )
         found.setdefault((other.coefficients, other.steps), swapped)
     return list(found.values())
-
-
-def _digits(number: float) -> float:
-    return float(f"{number:.4g}") if math.isfinite(number) else number

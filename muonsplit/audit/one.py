@@ -13,7 +13,7 @@ from muonsplit.audit.inputs import AHEAD, MOST_OFF, explained
 from muonsplit.audit.measure import Change, change
 from muonsplit.audit.pictured import pictured
 from muonsplit.audit.question import Question
-from muonsplit.audit.result import AuditedWeight, Explained
+from muonsplit.audit.result import AuditedWeight, Explained, digits
 from muonsplit.audit.sizes import Rates, Rule
 from muonsplit.geometry import Decision
 from muonsplit.layout import Layout
@@ -173,7 +173,7 @@ def _by_input(
         observed=observed,
         outcome="otherwise" if reason else "as planned",
         reason=reason,
-        margin=float(f"{margin:.4g}"),
+        margin=digits(margin),
         sigma=0.0,
         next=rest[0].cut if rest else "",
         scale="",

@@ -5,7 +5,7 @@ import base64
 import torch
 from torch import Tensor
 
-from muonsplit.audit.result import Picture
+from muonsplit.audit.result import Picture, digits
 from muonsplit.audit.spectra import values
 from muonsplit.layout import Layout
 
@@ -64,4 +64,4 @@ def _spectrum(matrix: Tensor, size: float) -> tuple[float, ...]:
         matrix = matrix[:: -(-matrix.shape[0] // _SIDE)]
     found = values(matrix.unsqueeze(0))[0].flip(0) / (size or 1.0)
     step = max(1, len(found) // _VALUES)
-    return tuple(float(f"{value:.4g}") for value in found[::step][:_VALUES].tolist())
+    return tuple(digits(value) for value in found[::step][:_VALUES].tolist())

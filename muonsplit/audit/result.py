@@ -10,6 +10,11 @@ from muonsplit.dialect import Dialect
 Outcome = Literal["as planned", "otherwise", "undecided", "unread"]
 
 
+def digits(number: float) -> float:
+    """Four significant digits: what is beyond them depends on the machine."""
+    return float(f"{number:.4g}")
+
+
 @dataclass(frozen=True, slots=True)
 class Tried:
     """One way a weight may have been cut and scaled, held against what it became.

@@ -10,7 +10,7 @@ from muonsplit.audit.inputs import backwards
 from muonsplit.audit.measure import Measured, change, measured
 from muonsplit.audit.one import One, written
 from muonsplit.audit.question import Question
-from muonsplit.audit.result import Audit, AuditedWeight, Evidence, Settings
+from muonsplit.audit.result import Audit, AuditedWeight, Evidence, Settings, digits
 from muonsplit.audit.sizes import ANY, Rates, Rule, allowed, fitted, rules
 from muonsplit.audit.spectra import blocks_of, largest
 from muonsplit.errors import EvidenceError
@@ -158,9 +158,9 @@ def _audit(
         ),
         Settings(
             question.steps,
-            (float(f"{rates.low:.4g}"), float(f"{rates.high:.4g}")),
+            (digits(rates.low), digits(rates.high)),
             all(question.told(row.weight).lr is not None for row in rows),
-            float(f"{max((lost.of(row.weight).taken for row in rows), default=0.0):.4g}"),
+            digits(max((lost.of(row.weight).taken for row in rows), default=0.0)),
             all(question.told(row.weight).weight_decay is not None for row in rows),
             (possible[0].name,),
             matched.dtype,
