@@ -63,6 +63,9 @@ class RowsOfShards(torch.optim.Optimizer):
         for name, p in self.named.items():
             self.pieces[name].grad = None if p.grad is None else local(p.grad)
         self.inner.step()
+        self.state.update(
+            {p: self.inner.state[self.pieces[name]] for name, p in self.named.items()}
+        )
 
 
 @subject(dialect=GATHER, recognises=False, ways=("fsdp",))

@@ -24,8 +24,9 @@ from muonsplit.layout import Layout
 _FREEDOM = 8
 # Chosen: what a gain must exceed; Lanczos errs by less than 1e-3.
 _LEAST, _ERRORS = 1.02, 4.5
-# The longest side whose eigenvectors are computed: seconds.
-_MOST_SIDE = 512
+# The longest side whose eigenvectors are computed, and the longest whose values are turned if they
+# fill their space: a second.
+_MOST_SIDE, _MOST_FULL = 2048, 512
 # Blocks of a candidate that are looked at.
 _MOST_BLOCKS = 32
 # A direction is lifted if it has this share of the largest energy: the bands of all schedules are
@@ -57,15 +58,13 @@ class Coordinates(NamedTuple):
         rows: Which rows these are.
         columns: Which columns.
         part: ``[rows, columns]``, as they are.
-        values: ``[rows, directions]``.
-        free: How many of the directions are turned; the others are left alone.
+        values: ``[rows, directions]``, in the directions that are turned.
     """
 
     rows: list[int]
     columns: list[int]
     part: Tensor
     values: Tensor
-    free: int
 
 
 def coordinates(change: Tensor) -> Coordinates:
@@ -73,30 +72,37 @@ def coordinates(change: Tensor) -> Coordinates:
 
     Independent rows fill the space they are in, as far as there are enough of them. If fewer than
     half as many directions were lifted as they could fill, they share a smaller space, and are
-    turned in that; directions that were not lifted have little energy, and are left alone. Else
-    they are turned in the space of all columns.
+    turned in that; directions that were not lifted have little energy, and are left out. Else they
+    are turned in the space of all columns.
 
     Args:
         change: ``[rows, cols]``; of a large one some rows stand for all.
     """
-    wide = change.shape[0] <= change.shape[1]
-    # What is orthogonal stays so in some of its rows, if they are fewer than its columns, or else
-    # in some of its columns.
-    step = -(-min(change.shape) // _MOST_SIDE)
-    rows = list(range(0, change.shape[0], step if wide else 1))
-    part = (change[::step] if wide else change[:, ::step]).float()
-    part = part / part.abs().max().clamp(min=1e-38)
-    columns = list(range(0, change.shape[1], 1 if wide else step))
+    given = _part(change, _MOST_SIDE)
+    part, wide = given.part, change.shape[0] <= change.shape[1]
     energies, V = torch.linalg.eigh(part @ part.mT if wide else part.mT @ part)
     energies, V = energies.flip(0).clamp(min=0), V.flip(1)
     lifted = int((energies >= _LIFTED * energies[0]).sum())
     if lifted >= min(part.shape) / 2:
-        return Coordinates(rows, columns, part, part, part.shape[1])
+        return _part(change, _MOST_FULL)
+    energies, V = energies[:lifted], V[:, :lifted]
     values = V * energies.sqrt() if wide else part @ V
     source = torch.Generator().manual_seed(0)
     mixed, _ = torch.linalg.qr(torch.randn(lifted, lifted, generator=source))
-    values[:, :lifted] = values[:, :lifted] @ mixed
-    return Coordinates(rows, columns, part, values, lifted)
+    return given._replace(values=values @ mixed)
+
+
+def _part(change: Tensor, most: int) -> Coordinates:
+    """Rows or columns that stand for all, in the space of all columns."""
+    wide = change.shape[0] <= change.shape[1]
+    # What is orthogonal stays so in some of its rows, if they are fewer than its columns, or else
+    # in some of its columns.
+    step = -(-min(change.shape) // most)
+    rows = list(range(0, change.shape[0], step if wide else 1))
+    columns = list(range(0, change.shape[1], 1 if wide else step))
+    part = (change[::step] if wide else change[:, ::step]).float()
+    part = part / part.abs().max().clamp(min=1e-38)
+    return Coordinates(rows, columns, part, part)
 
 
 def turned(given: Coordinates, candidate: Layout | None, other: Layout, seed: int) -> Gain:
@@ -110,7 +116,7 @@ def turned(given: Coordinates, candidate: Layout | None, other: Layout, seed: in
     """
     across = candidate is not None and candidate.axis != other.axis
     values = given.part if across else given.values
-    free = values.shape[1] if across else given.free
+    free = values.shape[1]
     theirs = groups(other, given.rows)
     mine = _some(groups(candidate, given.columns if across else given.rows))
     source = torch.Generator().manual_seed(seed)
@@ -121,7 +127,7 @@ def turned(given: Coordinates, candidate: Layout | None, other: Layout, seed: in
         for group in theirs:
             order = torch.randperm(free, generator=source)
             signs = torch.randint(2, (free,), generator=source) * 2 - 1
-            moved[group, :free] = values[group][:, order] * signs
+            moved[group] = values[group][:, order] * signs
         tops.append(_tops(moved, mine, across))
     return _gain(torch.stack(tops), seen)
 
