@@ -1,7 +1,5 @@
 """Cuts, what chance would make of them, and the decision, on changes whose cut is known."""
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -132,30 +130,3 @@ def test_no_two_hypotheses_cut_alike(model: str) -> None:
             for name, layout in found.items()
         }
         assert len(set(rows.values())) == len(rows)
-
-
-def test_refining_is_being_inside() -> None:
-    some = [
-        None,
-        Layout.heads("q", 2, 12),
-        Layout.heads("q", 3, 8),
-        Layout.heads("q", 4, 6),
-        Layout.heads("q", 12, 2),
-        Layout.parse("4 × (k 2 | v 4)"),
-        Layout.parse("4 × (k 2 | v 4), joined"),
-        Layout.heads("q", 4, 6, axis=1),
-    ]
-
-    def sets(layout: Layout | None) -> list[set[tuple[int, int]]]:
-        """Blocks as sets of elements of a 24 × 24 matrix."""
-        if layout is None:
-            return [set(itertools.product(range(24), range(24)))]
-        lines = [{i for a, b in block.spans for i in range(a, b)} for block in layout.blocks()]
-        if layout.axis:
-            return [set(itertools.product(range(24), each)) for each in lines]
-        return [set(itertools.product(each, range(24))) for each in lines]
-
-    for fine, coarse in itertools.product(some, some):
-        inside = all(any(f <= c for c in sets(coarse)) for f in sets(fine))
-        differ = sorted(map(sorted, sets(fine))) != sorted(map(sorted, sets(coarse)))
-        assert refines(fine, coarse) == (inside and differ), (str(fine), str(coarse))

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from muonsplit.audit.band import band
-from muonsplit.audit.measure import change
+from muonsplit.audit.measure import Change, change
 from muonsplit.audit.sizes import ANY, Rates, allowed, fitted, rules
 from muonsplit.audit.spectra import Sized, largest, rounding, sized, unsure, values
 from muonsplit.dialect import DIALECTS, Arithmetic
@@ -397,20 +397,44 @@ def test_the_error_of_a_change_is_below_what_is_hidden(
     source = torch.Generator().manual_seed(10)
     before = torch.randn(shape, generator=source, dtype=DOUBLE) * 0.02
     moved = step * torch.randn(shape, generator=source).double()
-    for name, kept, dtype in (("b", before, dtypes[0]), ("a", 0.9 * before - moved, dtypes[1])):
-        save_file({"w": kept.to(dtype)}, tmp_path / f"{name}.safetensors")
-    saved = [opened(tmp_path / f"{name}.safetensors") for name in "ba"]
-    found = change(saved[0], saved[1], "w", 0.1)
+    later = 0.9 * before - moved
+    found = changed(tmp_path, before.to(dtypes[0]), later.to(dtypes[1]), 0.1)
     assert found.values.dtype == torch.float32
     error = norm(found.values.double() - moved)
     (hidden,) = (s.hidden for s in sized(found.values, None, found.unsure))
     assert error < hidden < 7 * error
 
 
+@pytest.mark.parametrize("dtype", [HALF, torch.float16], ids=str)
+def test_a_half_precision_is_known_where_it_was_stored_as_float32(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    source = torch.Generator().manual_seed(12)
+    before = (torch.randn(200, 96, generator=source) * 0.02).to(dtype)
+    after = (before.float() - 1e-3 * torch.randn(200, 96, generator=source)).to(dtype)
+    kept = {"half": (before, after), "single": (before.float(), after.float())}
+    found = {name: changed(tmp_path, *pair) for name, pair in kept.items()}
+    assert torch.equal(found["half"].values, found["single"].values)
+    half, single = found["half"].unsure, found["single"].unsure
+    assert half is not None
+    assert single is not None
+    assert torch.equal(half, single)
+
+
+def test_a_float32_run_may_begin_with_a_half_precision(tmp_path: Path) -> None:
+    source = torch.Generator().manual_seed(13)
+    before = (torch.randn(64, 64, generator=source) * 0.02).to(HALF).float()
+    assert changed(tmp_path, before, before - 1e-2).unsure is None
+
+
+def changed(folder: Path, before: Tensor, after: Tensor, decay: float = 0.0) -> Change:
+    for name, kept in (("b", before), ("a", after)):
+        save_file({"w": kept}, folder / f"{name}.safetensors")
+    saved = [opened(folder / f"{name}.safetensors") for name in "ba"]
+    return change(saved[0], saved[1], "w", decay)
+
+
 def test_what_rounding_hides_is_left_out_where_it_is_nothing(tmp_path: Path) -> None:
     source = torch.Generator().manual_seed(11)
     before = torch.randn(64, 64, generator=source) * 0.02
-    for name, kept in (("b", before), ("a", before - 1e-2)):
-        save_file({"w": kept}, tmp_path / f"{name}.safetensors")
-    saved = [opened(tmp_path / f"{name}.safetensors") for name in "ba"]
-    assert change(saved[0], saved[1], "w", 0.0).unsure is None
+    assert changed(tmp_path, before, before - 1e-2).unsure is None

@@ -27,8 +27,10 @@ from muonsplit.audit.result import (
 )
 from muonsplit.audit.spectra import Sized
 from muonsplit.audit.state import State
-from muonsplit.audit.statement import is_audit, sound, statement, write
+from muonsplit.audit.statement import AuditStatement, is_audit, sound, statement, write
 from muonsplit.certificate.canonical import canonical, digest
+from muonsplit.certificate.schema import schema
+from muonsplit.certificate.statement import text
 from muonsplit.certificate.verdict import Verdict
 from muonsplit.cli import main
 from muonsplit.dialect import DIALECTS, Dialect, dialect_named
@@ -36,6 +38,8 @@ from muonsplit.errors import CertificateError, EvidenceError, MuonsplitError, Us
 from muonsplit.evidence.opened import opened
 from muonsplit.evidence.saved import Saved
 from muonsplit.models.load import build
+
+PUBLISHED = Path(__file__).parents[1] / "golden" / "schema" / "audit.schema.json"
 
 # State.
 
@@ -222,6 +226,19 @@ def test_what_is_written_reads_back(
     code, said = verified(path, capsys)
     assert code == 0
     assert "It is sound" in said
+
+
+def test_the_published_schema_is_the_one_that_is_read_by() -> None:
+    assert PUBLISHED.read_text() == schema(AuditStatement, "muonsplit audit") + "\n", (
+        "muonsplit schema --audit > golden/schema/audit.schema.json"
+    )
+
+
+@pytest.mark.parametrize("name", AUDITS)
+def test_audits_validate(name: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    made, _ = AUDITS[name]
+    jsonschema.validate(json.loads(text(statement(made))), json.loads(PUBLISHED.read_text()))
 
 
 def test_an_audit_of_nothing_is_inconclusive() -> None:

@@ -68,6 +68,10 @@ def change(before: Saved, after: Saved, name: str, decay: float) -> Change:
         decay = 0.0  # what was not stepped did not decay either
     # Of float64 no more is kept than of float32.
     earlier, later = (x.float() if x.dtype == torch.float64 else x for x in (earlier, later))
+    for half in (torch.bfloat16, torch.float16):
+        # Both: a run in float32 may begin with weights of a half precision.
+        if _all_of(half, later) and _all_of(half, earlier):
+            earlier, later = earlier.to(half), later.to(half)
     coarser = max(later, earlier, key=lambda x: torch.finfo(x.dtype).eps)
     values = earlier.float() if earlier.dtype != torch.float32 else earlier
     values = values.mul_(1 - decay).sub_(later)
@@ -86,6 +90,13 @@ def _read(saved: Saved, name: str) -> Tensor:
             "Audit the checkpoint that training resumes from.",
         )
     return found
+
+
+def _all_of(half: torch.dtype, values: Tensor) -> bool:
+    """Whether float32 values are those of a half precision; the first rows tell if they are not."""
+    return values.dtype == torch.float32 and all(
+        torch.equal(part, part.to(half).float()) for part in values.split(64)
+    )
 
 
 def _digest(values: Tensor) -> str:

@@ -15,7 +15,9 @@ from muonsplit.certificate.schema import (
     STATEMENT,
     DigestSet,
     Environment,
+    OfTestResult,
     Resource,
+    TestResult,
     strict,
 )
 from muonsplit.certificate.statement import RESULTS, sealed, text
@@ -44,24 +46,16 @@ class Ours:
 
 
 @dataclass(frozen=True, slots=True)
-class Predicate:
+class Predicate(TestResult):
     """A test result as in-toto defines it."""
 
-    result: Literal["PASSED", "WARNED", "FAILED"]
-    configuration: tuple[Resource, ...]
-    passedTests: tuple[str, ...]  # noqa: N815 - in-toto's name
-    warnedTests: tuple[str, ...]  # noqa: N815
-    failedTests: tuple[str, ...]  # noqa: N815
     muonsplit: Ours
 
 
 @dataclass(frozen=True, slots=True)
-class AuditStatement:
+class AuditStatement(OfTestResult):
     """An audit: an in-toto Statement about two checkpoints of a run."""
 
-    _type: Literal["https://in-toto.io/Statement/v1"]
-    subject: tuple[Resource, ...]
-    predicateType: Literal["https://in-toto.io/attestation/test-result/v0.1"]  # noqa: N815
     predicate: Predicate
 
 

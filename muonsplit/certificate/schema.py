@@ -120,24 +120,36 @@ class Ours:
 
 
 @dataclass(frozen=True, slots=True)
-class Predicate:
-    """A test result as in-toto defines it."""
+class TestResult:
+    """What in-toto defines of a test result's predicate."""
 
     result: Literal["PASSED", "WARNED", "FAILED"]
     configuration: tuple[Resource, ...]
     passedTests: tuple[str, ...]  # noqa: N815 - in-toto's name
     warnedTests: tuple[str, ...]  # noqa: N815
     failedTests: tuple[str, ...]  # noqa: N815
-    muonsplit: Ours
 
 
 @dataclass(frozen=True, slots=True)
-class Statement:
-    """A certificate: an in-toto Statement about a subject of muonsplit."""
+class OfTestResult:
+    """What in-toto defines of a Statement whose predicate is a test result."""
 
     _type: Literal["https://in-toto.io/Statement/v1"]
     subject: Annotated[tuple[Resource, ...], Meta(min_length=1)]
     predicateType: Literal["https://in-toto.io/attestation/test-result/v0.1"]  # noqa: N815
+
+
+@dataclass(frozen=True, slots=True)
+class Predicate(TestResult):
+    """A test result as in-toto defines it."""
+
+    muonsplit: Ours
+
+
+@dataclass(frozen=True, slots=True)
+class Statement(OfTestResult):
+    """A certificate: an in-toto Statement about a subject of muonsplit."""
+
     predicate: Predicate
 
 
@@ -170,11 +182,16 @@ def strict(kind: Any) -> Any:
     return Union[inner] if origin in (Union, UnionType) else origin[inner]  # noqa: UP007
 
 
-def schema() -> str:
-    """The JSON Schema (2020-12) of a certificate, as it is published."""
+def schema(of: Any = Statement, title: str = "muonsplit certificate") -> str:
+    """The JSON Schema (2020-12) of a certificate, as it is published.
+
+    Args:
+        of: The dataclass of the form.
+        title: What it is called.
+    """
     made = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "muonsplit certificate",
-        **msgspec.json.schema(strict(Statement)),
+        "title": title,
+        **msgspec.json.schema(strict(of)),
     }
     return json.dumps(made, indent=1, sort_keys=True)
