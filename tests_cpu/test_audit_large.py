@@ -8,7 +8,7 @@ multiplications each.
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,18 +65,19 @@ def quintic(S: Tensor) -> Tensor:
     return S
 
 
-def checkpoints(folder: Path, layers: Iterable[int]) -> None:
-    """Writes two checkpoints of the projections of attention."""
-    decisions = plan(build(resolve("glm-5.2").config), DIALECT).decisions
+def checkpoints(folder: Path, layers: Sequence[int]) -> None:
+    """Writes two checkpoints of the projections of attention, whose steps are those of a layer."""
+    decisions = {d.name: d for d in plan(build(resolve("glm-5.2").config), DIALECT).decisions}
     before, after = dict[str, Tensor](), dict[str, Tensor]()
-    for layer in layers:
-        source = torch.Generator().manual_seed(layer)
-        for d in decisions:
-            if d.name.startswith(f"model.layers.{layer}.self_attn.") and d.leaf in LEAVES:
-                rows, cols = d.shape
-                before[d.name] = 0.02 * torch.randn(rows, cols, generator=source)
-                step = stepped(d.layout, rows, cols, source)
-                after[d.name] = before[d.name] - LR * step
+    for leaf in LEAVES:
+        source = torch.Generator().manual_seed(0)
+        part = "indexer." if leaf == "weights_proj" else ""
+        names = [f"model.layers.{layer}.self_attn.{part}{leaf}.weight" for layer in layers]
+        first = decisions[names[0]]
+        step = LR * stepped(first.layout, *first.shape, source)
+        for name in names:
+            before[name] = 0.02 * torch.randn(first.shape, generator=source)
+            after[name] = before[name] - step
     for name, weights in (("before", before), ("after", after)):
         save_file(weights, folder / f"{name}.safetensors")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muonsplit.audit.band import band
 from muonsplit.audit.measure import Change, change
-from muonsplit.audit.sizes import ANY, Rates, allowed, fitted, rules
+from muonsplit.audit.sizes import ANY, Anchor, Rates, allowed, anchored, fitted, rules
 from muonsplit.audit.spectra import Sized, largest, rounding, sized, unsure, values
 from muonsplit.dialect import DIALECTS, Arithmetic
 from muonsplit.evidence.opened import opened
@@ -190,12 +190,28 @@ def test_rates_widen_by_what_rounding_hides_and_skip_blocks_that_did_not_move() 
 
 def test_the_fitted_rate_is_the_one_that_most_weights_allow() -> None:
     arithmetic = DIALECTS["moonlight"].arithmetic
-    anchors = [Rates(1.0, 1.5), Rates(1.2, 1.6), Rates(1.1, 1.8), Rates(3.0, 4.0), Rates(9.0, 1.0)]
-    rates, count = fitted(anchors, arithmetic)
+    allowing = [Rates(1.0, 1.5), Rates(1.2, 1.6), Rates(1.1, 1.8), Rates(3.0, 4.0), Rates(9.0, 1.0)]
+    rates, count = fitted([Anchor(r, r.low) for r in allowing], arithmetic)
     assert (rates.low, count) == (1.2, 3)
     assert 1.2 < rates.high <= 1.5
     assert fitted([], arithmetic) == (ANY, 0)
-    assert fitted([Rates(2.0, 1.0)], arithmetic) == (ANY, 0)
+    assert fitted([Anchor(Rates(2.0, 1.0), 2.0)], arithmetic) == (ANY, 0)
+
+
+def test_a_rate_that_rounding_hides_is_not_fitted_low() -> None:
+    """The largest size may have been larger than it was seen, as it may have been smaller."""
+    arithmetic = DIALECTS["moonlight"].arithmetic
+    rule, high = rules(arithmetic)[0], band(arithmetic, 64).high
+    size = rule.size((64, 64), (64, 64))
+    most = 0.02 * high * size
+    seen = Sized(64, 64, 1, 0, most, most, 0.0199 * high * size)
+    [clear, hidden] = [
+        fitted([anchored([s], rule, (64, 64), 1)], arithmetic)[0]
+        for s in (seen._replace(hidden=0.0), seen)
+    ]
+    assert clear.low == pytest.approx(0.02)
+    assert hidden.low == pytest.approx(0.0001)
+    assert hidden.high == pytest.approx(0.0399 * clear.high / clear.low)
 
 
 @pytest.mark.parametrize("name", ["moonlight", "dion", "heavyball-3.2.1", "deepseek-v4"])
@@ -204,11 +220,11 @@ def test_the_fitted_rate_holds_the_true_one(seed: int, name: str) -> None:
     arithmetic = replace(DIALECTS[name].arithmetic, scale="none", extra_scale=1.0)
     rule = rules(arithmetic)[0]
     source = torch.Generator().manual_seed(seed)
-    anchors: list[Rates] = []
+    anchors: list[Anchor] = []
     for _ in range(6):
         S = 10 ** (-2.5 * torch.rand(1, 48, generator=source).double())
         change = 0.03 * newton_schulz(with_spectra(S, 48, 96, source), arithmetic)[0].float()
-        anchors.append(allowed(sized(change, None, None), rule, (48, 96), 1))
+        anchors.append(anchored(sized(change, None, None), rule, (48, 96), 1))
     rates, count = fitted(anchors, arithmetic)
     assert count == 6
     assert rates.low <= 0.03 <= rates.high

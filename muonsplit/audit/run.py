@@ -11,7 +11,7 @@ from muonsplit.audit.measure import Measured, change, measured
 from muonsplit.audit.one import One, written
 from muonsplit.audit.question import Question
 from muonsplit.audit.result import Audit, AuditedWeight, Evidence, Settings, digits
-from muonsplit.audit.sizes import ANY, Rates, Rule, allowed, fitted, rules
+from muonsplit.audit.sizes import ANY, Rates, Rule, anchored, fitted, rules
 from muonsplit.audit.spectra import blocks_of, largest
 from muonsplit.errors import EvidenceError
 from muonsplit.geometry import Decision
@@ -115,11 +115,11 @@ def _settled(question: Question, weights: Mapping[str, Weight]) -> tuple[list[Ru
     best = (every[0], Rates(1.0, 0.0), -1)
     for rule in every:
         each = [
-            allowed(w.sizes[WHOLE], rule, w.matrix(None), question.steps)
+            anchored(w.sizes[WHOLE], rule, w.matrix(None), question.steps)
             for w in anchors
             if WHOLE in w.sizes
         ]
-        rates, count = fitted([r for r in each if r.low > 0], rule.arithmetic)
+        rates, count = fitted([a for a in each if a.rates.low > 0], rule.arithmetic)
         if count > best[2]:
             best = rule, rates, count
     rest = [rule for rule in every if rule is not best[0]]

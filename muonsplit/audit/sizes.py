@@ -91,22 +91,41 @@ def allowed(sizes: Iterable[Sized], rule: Rule, matrix: Sequence[int], steps: in
     return Rates(low, high)
 
 
-def fitted(anchors: Sequence[Rates], arithmetic: Arithmetic) -> tuple[Rates, int]:
+class Anchor(NamedTuple):
+    """What a weight that is not split says of the learning rate.
+
+    Attributes:
+        rates: Those under which it has a possible size.
+        top: The one under which the largest size that it may have had is the top of the band.
+    """
+
+    rates: Rates
+    top: float
+
+
+def anchored(sizes: Sequence[Sized], rule: Rule, matrix: Sequence[int], steps: int) -> Anchor:
+    """What one weight says of the learning rate; arguments as of :func:`allowed`."""
+    most = [s._replace(most=s.most + s.hidden, hidden=0.0) for s in sizes]
+    return Anchor(allowed(sizes, rule, matrix, steps), allowed(most, rule, matrix, steps).low)
+
+
+def fitted(anchors: Sequence[Anchor], arithmetic: Arithmetic) -> tuple[Rates, int]:
     """The learning rates that most weights allow, and how many those are.
 
     The lower end is sure: the largest size that was seen cannot be above the band. The upper end
     assumes that some singular value was lifted as far as most spans of them are.
 
     Args:
-        anchors: What single weights allow.
+        anchors: What single weights say.
         arithmetic: Whose band it is.
     """
-    ends = sorted({a.low for a in anchors if a.low <= a.high})
+    ends = sorted({a.rates.low: a for a in anchors if a.rates.low <= a.rates.high}.items())
     if not ends:
         return ANY, 0
-    count, low = max((sum(a.low <= end <= a.high for a in anchors), end) for end in ends)
-    highs = [a.high for a in anchors if a.low <= low <= a.high]
-    return Rates(low, min(*highs, low * _edge(arithmetic), math.inf)), count
+    held = {end: [a for a in anchors if a.rates.low <= end <= a.rates.high] for end, _ in ends}
+    low, most = max(ends, key=lambda end: (len(held[end[0]]), end[0]))
+    high = min(most.top * _edge(arithmetic), *(a.rates.high for a in held[low]))
+    return Rates(low, high), len(held[low])
 
 
 @cache
