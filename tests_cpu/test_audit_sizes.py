@@ -295,8 +295,16 @@ def test_large_blocks_of_any_size_beside_blocks_of_zeros(size: float) -> None:
     assert torch.allclose(found / size, norm(blocks), rtol=1e-3, atol=0)
 
 
-def test_a_batch_has_the_sizes_of_its_blocks_alone() -> None:
-    blocks = torch.randn(4, 100, 130, generator=torch.Generator().manual_seed(4))
+@pytest.mark.parametrize("kind", ["even", "falling"])
+def test_the_largest_of_a_block_whose_gram_matrix_fits_no_cache(kind: str) -> None:
+    block = factored(SPECTRA[kind].double(), 1030, 1100)
+    expected = float(SPECTRA[kind].max())
+    assert float(largest(block.unsqueeze(0))[0]) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("side", [100, 400])
+def test_a_batch_has_the_sizes_of_its_blocks_alone(side: int) -> None:
+    blocks = torch.randn(4, side, side + 30, generator=torch.Generator().manual_seed(4))
     alone = torch.cat([largest(block.unsqueeze(0)) for block in blocks])
     assert torch.allclose(largest(blocks), alone, rtol=1e-6)
 
