@@ -20,6 +20,8 @@ _GRAM = 1024
 # Golub-Kahan steps. The largest value is then within 1e-3 also where many are nearly as large:
 # after k steps on a spectrum of width w under the largest, the error is about w·(π/2k)².
 _STEPS = 40
+# Elements of which copies are made at once.
+_AT_ONCE = 1 << 22
 
 
 class Sized(NamedTuple):
@@ -93,7 +95,7 @@ def values(blocks_BDN: Tensor) -> Tensor:
 
 def _few(blocks_BDN: Tensor) -> Iterator[Tensor]:
     """Blocks in batches that copying or multiplying costs no more than a small weight."""
-    yield from blocks_BDN.split(max(1, (1 << 22) // max(blocks_BDN[0].numel(), 1)))
+    yield from blocks_BDN.split(max(1, _AT_ONCE // max(blocks_BDN[0].numel(), 1)))
 
 
 def _by_gram(blocks: Tensor) -> Tensor:
@@ -109,7 +111,7 @@ def _lanczos_of_gram(blocks: Tensor) -> Tensor:
 
 def _gram(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Gram matrices on the smaller side of blocks over their largest elements, and those."""
-    scale = blocks.abs().amax((1, 2)).float().clamp(min=1e-38)
+    scale = torch.linalg.vector_norm(blocks, math.inf, (1, 2)).float().clamp(min=1e-38)
     blocks = blocks.float() / scale.view(-1, 1, 1)
     wide = blocks.shape[1] <= blocks.shape[2]
     return blocks @ blocks.mT if wide else blocks.mT @ blocks, scale.double()
@@ -160,9 +162,10 @@ def rounding(unsure_BDN: Tensor) -> float:
     """
     most = 0.0
     for part in _few(unsure_BDN):
-        squares = part.float().square()
-        rows, cols = squares.sum(2).amax().sqrt(), squares.sum(1).amax().sqrt()
-        largest = squares.amax().sqrt()
+        rows, cols = (
+            torch.linalg.vector_norm(part, dim=axis, dtype=torch.float32).amax() for axis in (2, 1)
+        )
+        largest = part.amax().float()
         tail = 6.5 + (2 * torch.tensor(float(sum(part.shape[1:]))).log()).sqrt()
         most = max(most, float(rows + cols + tail * largest))
     return most
@@ -180,7 +183,13 @@ def unsure(after: Tensor) -> Tensor:
         after: The weight, as it is stored; before it was of nearly the same size.
     """
     errors = 4 if after.dtype == torch.float32 else 2
-    return _ulp(after).mul_((errors / 12) ** 0.5).bfloat16()
+    found = torch.empty(after.shape, dtype=torch.bfloat16)
+    # What it takes besides is several times as large.
+    for part, into in zip(
+        after.flatten().split(_AT_ONCE), found.view(-1).split(_AT_ONCE), strict=True
+    ):
+        into.copy_(_ulp(part).mul_((errors / 12) ** 0.5))
+    return found
 
 
 def _ulp(x: Tensor) -> Tensor:
