@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from muonsplit.audit.chance import Coordinates, Gain, coordinates, mixed, turned
+from muonsplit.audit.chance import Coordinates, Gain, compared, coordinates, mixed, turned
 from muonsplit.audit.cuts import PLANNED, WHOLE, cuts, refines
 from muonsplit.audit.decide import Decided, Weight, decide
 from muonsplit.audit.sizes import ANY, Rates, rules
@@ -276,12 +276,7 @@ def decided(
     along = {axis: coordinates(change.mT if axis else change) for axis in (0, 1)}
 
     def compare(candidate: Layout | None, other: Layout | None) -> Gain:
-        found = Gain(1.0, math.inf)
-        if other is not None:
-            found = turned(along[other.axis], candidate, other, 0)
-        if candidate is not None and not found.rules_out and refines(candidate, other):
-            found = mixed(along[candidate.axis], candidate, other, 0)
-        return found
+        return compared(along.__getitem__, candidate, other, 0)
 
     each = tried(shape)
     sizes = {name: sized(change, layout, None) for name, layout in each.items()}

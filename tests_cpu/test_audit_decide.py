@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from muonsplit import Layout
-from muonsplit.audit.chance import Gain, coordinates, mixed, turned
-from muonsplit.audit.cuts import cuts, refines
+from muonsplit.audit.chance import Gain, compared, coordinates, mixed, turned
+from muonsplit.audit.cuts import cuts
 from muonsplit.audit.decide import Decided, Weight, decide
 from muonsplit.audit.sizes import Rates, rules
 from muonsplit.audit.spectra import sized
@@ -50,10 +50,7 @@ def decided(change: Tensor) -> Decided:
     given = coordinates(change)
 
     def compare(candidate: Layout | None, other: Layout | None) -> Gain:
-        found = Gain(1.0, float("inf")) if other is None else turned(given, candidate, other, 0)
-        if candidate is not None and not found.rules_out and refines(candidate, other):
-            found = mixed(given, candidate, other, 0)
-        return found
+        return compared(lambda axis: given, candidate, other, 0)
 
     sizes = {name: sized(change, layout, None) for name, layout in CUTS.items()}
     weight = Weight(tuple(change.shape), CUTS, sizes)

@@ -10,12 +10,13 @@ themselves, and again that cut is not true.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from muonsplit.audit.cuts import refines
 from muonsplit.audit.spectra import largest
 from muonsplit.layout import Layout
 
@@ -27,8 +28,8 @@ _LEAST, _ERRORS = 1.02, 4.5
 # The longest side whose eigenvectors are computed, and the longest whose values are turned if they
 # fill their space: a second.
 _MOST_SIDE, _MOST_FULL = 2048, 512
-# Blocks of a candidate that are looked at.
-_MOST_BLOCKS = 32
+# Blocks of a candidate that are looked at; where only the largest counts, it is drawn more often.
+_MOST_BLOCKS, _MOST_MIXED = 32, 8
 # A direction is lifted if it has this share of the largest energy: the bands of all schedules are
 # narrower.
 _LIFTED = 0.1
@@ -51,20 +52,30 @@ class Gain(NamedTuple):
         return self.gain > _LEAST and math.log(self.gain) > _ERRORS * self.error
 
 
-class Coordinates(NamedTuple):
-    """Rows of a change of weights in the coordinates that are turned.
+class Part(NamedTuple):
+    """Rows of a change of weights.
 
     Attributes:
         rows: Which rows these are.
-        columns: Which columns.
-        part: ``[rows, columns]``, as they are.
-        values: ``[rows, directions]``, in the directions that are turned.
+        columns: Which columns, if they are its columns.
+        values: ``[rows, directions]``.
     """
 
     rows: list[int]
     columns: list[int]
-    part: Tensor
     values: Tensor
+
+
+class Coordinates(NamedTuple):
+    """A change of weights, along one axis of cuts.
+
+    Attributes:
+        plain: As it is.
+        free: In the directions that are turned.
+    """
+
+    plain: Part
+    free: Part
 
 
 def coordinates(change: Tensor) -> Coordinates:
@@ -78,31 +89,60 @@ def coordinates(change: Tensor) -> Coordinates:
     Args:
         change: ``[rows, cols]``; of a large one some rows stand for all.
     """
-    given = _part(change, _MOST_SIDE)
-    part, wide = given.part, change.shape[0] <= change.shape[1]
-    energies, V = torch.linalg.eigh(part @ part.mT if wide else part.mT @ part)
-    energies, V = energies.flip(0).clamp(min=0), V.flip(1)
-    lifted = int((energies >= _LIFTED * energies[0]).sum())
-    if lifted >= min(part.shape) / 2:
-        return _part(change, _MOST_FULL)
-    energies, V = energies[:lifted], V[:, :lifted]
-    values = V * energies.sqrt() if wide else part @ V
-    source = torch.Generator().manual_seed(0)
-    mixed, _ = torch.linalg.qr(torch.randn(lifted, lifted, generator=source))
-    return given._replace(values=values @ mixed)
+    plain, directions = _plain(change.float()), _lifted(change.float())
+    if directions is None:
+        return Coordinates(plain, plain)
+    many = directions.shape[1]
+    mixed, _ = torch.linalg.qr(torch.randn(many, many, generator=_source(0)))
+    free = change.float() @ (directions @ mixed)
+    return Coordinates(plain, Part(list(range(len(free))), [], free))
 
 
-def _part(change: Tensor, most: int) -> Coordinates:
-    """Rows or columns that stand for all, in the space of all columns."""
-    wide = change.shape[0] <= change.shape[1]
+def _plain(change: Tensor) -> Part:
+    """Rows or columns that stand for all."""
+    rows, columns = (list(range(side)) for side in change.shape)
+    step = -(-min(change.shape) // _MOST_FULL)
     # What is orthogonal stays so in some of its rows, if they are fewer than its columns, or else
     # in some of its columns.
-    step = -(-min(change.shape) // most)
-    rows = list(range(0, change.shape[0], step if wide else 1))
-    columns = list(range(0, change.shape[1], 1 if wide else step))
-    part = (change[::step] if wide else change[:, ::step]).float()
+    if len(rows) <= len(columns):
+        return Part(rows[::step], columns, change[::step])
+    return Part(rows, columns[::step], change[:, ::step])
+
+
+def _lifted(change: Tensor) -> Tensor | None:
+    """The directions that were lifted, ``[cols, directions]``; None if they fill their space.
+
+    Where there are many rows and many columns, some rows show them.
+    """
+    rows, cols = change.shape
+    part = change if min(rows, cols) <= _MOST_SIDE else change[:: -(-rows // _MOST_SIDE)]
     part = part / part.abs().max().clamp(min=1e-38)
-    return Coordinates(rows, columns, part, part)
+    wide = part.shape[0] <= cols
+    energies, V = torch.linalg.eigh(part @ part.mT if wide else part.mT @ part)
+    energies, V = energies.flip(0), V.flip(1)
+    many = int((energies >= _LIFTED * energies[0]).sum())
+    if many >= len(energies) / 2:
+        return None
+    return part.mT @ (V[:, :many] / energies[:many].sqrt()) if wide else V[:, :many]
+
+
+def compared(
+    along: Callable[[int], Coordinates], candidate: Layout | None, other: Layout | None, seed: int
+) -> Gain:
+    """How much larger a candidate's blocks would be by chance, if another cut were true.
+
+    Args:
+        along: The change by the axis of a cut.
+        candidate: The cut that is asked about.
+        other: The cut that is taken for true.
+        seed: Seeds what is drawn.
+    """
+    # Turning larger blocks turns those inside along with them: nothing would change.
+    if candidate is not None and refines(candidate, other):
+        return mixed(along(candidate.axis), candidate, other, seed)
+    return (
+        Gain(1.0, math.inf) if other is None else turned(along(other.axis), candidate, other, seed)
+    )
 
 
 def turned(given: Coordinates, candidate: Layout | None, other: Layout, seed: int) -> Gain:
@@ -115,15 +155,14 @@ def turned(given: Coordinates, candidate: Layout | None, other: Layout, seed: in
         seed: Seeds the turns, which permute coordinates and change their signs.
     """
     across = candidate is not None and candidate.axis != other.axis
-    values = given.part if across else given.values
-    free = values.shape[1]
-    theirs = groups(other, given.rows)
-    mine = _some(groups(candidate, given.columns if across else given.rows))
-    source = torch.Generator().manual_seed(seed)
+    rows, columns, values = given.plain if across else given.free
+    theirs, free = groups(other, rows), values.shape[1]
+    mine = _some(groups(candidate, columns if across else rows), _MOST_BLOCKS)
+    source = _source(seed)
     seen = _tops(values, mine, across)
     tops: list[Tensor] = []
     for _ in range(_draws(len(mine))):
-        moved = values.clone()
+        moved = torch.empty_like(values)
         for group in theirs:
             order = torch.randperm(free, generator=source)
             signs = torch.randint(2, (free,), generator=source) * 2 - 1
@@ -143,17 +182,22 @@ def mixed(given: Coordinates, candidate: Layout, other: Layout | None, seed: int
         other: A coarser cut along the same axis, that is taken for true.
         seed: Seeds the mixing, by permutations.
     """
-    mine = _some(groups(candidate, given.rows))
-    source = torch.Generator().manual_seed(seed)
-    seen = _tops(given.values, mine, False).amax(0, keepdim=True)
+    rows, _, values = given.free
+    mine = _some(groups(candidate, rows), _MOST_MIXED)
+    source = _source(seed)
+    seen = _tops(values, mine, False).amax(0, keepdim=True)
     tops: list[Tensor] = []
     for _ in range(_draws(1)):
-        moved = torch.empty_like(given.values)
-        for group in groups(other, given.rows):
+        moved = torch.empty_like(values)
+        for group in groups(other, rows):
             order = torch.randperm(len(group), generator=source)
-            moved[group] = given.values[group[order]]
+            moved[group] = values[group[order]]
         tops.append(_tops(moved, mine, False).amax(0, keepdim=True))
     return _gain(torch.stack(tops), seen)
+
+
+def _source(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def _draws(blocks: int) -> int:
@@ -189,9 +233,9 @@ def groups(layout: Layout | None, rows: Sequence[int]) -> list[Tensor]:
     return list(order.split(owners.unique(return_counts=True)[1].tolist()))
 
 
-def _some(blocks: list[Tensor]) -> list[Tensor]:
+def _some(blocks: list[Tensor], most: int) -> list[Tensor]:
     """Blocks that stand for all where there are many."""
-    return blocks[:: -(-len(blocks) // _MOST_BLOCKS)]
+    return blocks[:: -(-len(blocks) // most)]
 
 
 def _tops(values: Tensor, blocks: list[Tensor], across: bool) -> Tensor:

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from muonsplit.audit.chance import Coordinates, Gain, coordinates, mixed, turned
-from muonsplit.audit.cuts import refines
+from muonsplit.audit.chance import Coordinates, Gain, compared, coordinates
 from muonsplit.audit.decay import Lost
 from muonsplit.audit.decide import Decided, Weight, decide
 from muonsplit.audit.inputs import AHEAD, MOST_OFF, explained
@@ -73,12 +72,7 @@ class One:
         return self._change.values
 
     def _compare(self, candidate: Layout | None, other: Layout | None) -> Gain:
-        found = Gain(1.0, float("inf"))
-        if other is not None:
-            found = turned(self._along(other.axis), candidate, other, 0)
-        if candidate is not None and not found.rules_out and refines(candidate, other):
-            found = mixed(self._along(candidate.axis), candidate, other, 0)
-        return found
+        return compared(self._along, candidate, other, 0)
 
     def _along(self, axis: int) -> Coordinates:
         if axis not in self._turned:

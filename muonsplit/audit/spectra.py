@@ -105,8 +105,27 @@ def _by_gram(blocks: Tensor) -> Tensor:
 
 
 def _lanczos_of_gram(blocks: Tensor) -> Tensor:
+    """The largest singular values by Lanczos tridiagonalisation of Gram matrices.
+
+    The subspace is that of :func:`_lanczos`, for half of its products.
+    """
     gram, scale = _gram(blocks)
-    return _lanczos(gram).sqrt() * scale
+    steps = min(_STEPS, gram.shape[1])
+    basis, tridiagonal = _first(gram), gram.new_zeros(len(gram), steps, steps)
+    for k in range(steps):
+        image = (gram @ basis[:, -1].unsqueeze(2)).squeeze(2)
+        tridiagonal[:, k, k] = (image * basis[:, -1]).sum(1)
+        if k + 1 < steps:
+            image, norms = _next(image, basis, tridiagonal[:, 0, 0])
+            tridiagonal[:, k, k + 1] = tridiagonal[:, k + 1, k] = norms
+            basis = torch.cat((basis, image.unsqueeze(1)), 1)
+    return torch.linalg.eigvalsh(tridiagonal.double())[:, -1].clamp(min=0).sqrt() * scale
+
+
+def _first(blocks: Tensor) -> Tensor:
+    """A vector of norm one along the last axis, the same for each block; ``[B, 1, N]``."""
+    drawn = torch.randn(blocks.shape[2], generator=torch.Generator().manual_seed(0))
+    return (drawn / drawn.norm()).expand(len(blocks), 1, -1)
 
 
 def _gram(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,9 +146,7 @@ def _lanczos(blocks: Tensor) -> Tensor:
     if top < 1e-15 or top > 1e15:  # whose squares float32 cannot hold
         return _lanczos(blocks / top) * top
     steps = min(_STEPS, *blocks.shape[1:])
-    source = torch.Generator().manual_seed(0)
-    right = torch.randn(blocks.shape[2], generator=source).expand(len(blocks), -1)
-    lefts, rights = blocks.new_zeros(0), (right / right.norm(dim=1, keepdim=True)).unsqueeze(1)
+    lefts, rights = blocks.new_zeros(0), _first(blocks)
     bidiagonal = blocks.new_zeros(len(blocks), steps, steps)
     for k in range(steps):
         left = (blocks @ rights[:, -1].unsqueeze(2)).squeeze(2)
