@@ -130,7 +130,7 @@ def _first(blocks: Tensor) -> Tensor:
 
 def _gram(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Gram matrices on the smaller side of blocks over their largest elements, and those."""
-    scale = torch.linalg.vector_norm(blocks, math.inf, (1, 2)).float().clamp(min=1e-38)
+    scale = torch.maximum(blocks.amax((1, 2)), -blocks.amin((1, 2))).float().clamp(min=1e-38)
     blocks = blocks.float() / scale.view(-1, 1, 1)
     wide = blocks.shape[1] <= blocks.shape[2]
     return blocks @ blocks.mT if wide else blocks.mT @ blocks, scale.double()
@@ -179,12 +179,15 @@ def rounding(unsure_BDN: Tensor) -> float:
     """
     most = 0.0
     for part in _few(unsure_BDN):
-        rows, cols = (
-            torch.linalg.vector_norm(part, dim=axis, dtype=torch.float32).amax() for axis in (2, 1)
-        )
-        largest = part.amax().float()
-        tail = 6.5 + (2 * torch.tensor(float(sum(part.shape[1:]))).log()).sqrt()
-        most = max(most, float(rows + cols + tail * largest))
+        _, rows, cols = part.shape
+        row, col, top = torch.zeros(()), torch.zeros(len(part), cols), torch.zeros(())
+        for some in part.split(max(1, _AT_ONCE // (len(part) * cols)), 1):
+            squares = some.float().square()
+            row = torch.maximum(row, squares.sum(2).amax())
+            top = torch.maximum(top, squares.amax())
+            col += squares.sum(1)
+        tail = 6.5 + math.sqrt(2 * math.log(rows + cols))
+        most = max(most, float(row.sqrt() + col.amax().sqrt() + tail * top.sqrt()))
     return most
 
 
