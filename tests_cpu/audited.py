@@ -256,7 +256,8 @@ class Run:
             layout = self.layouts[d.name]
             same = _alike(layout, _no_whole(d.layout))
             scaled = not by_matrix or _unscaled(declared.scale, layout, d.shape)
-            found[d.name] = Truth(layout, same and scaled)
+            per = "matrix" if by_matrix else declared.scale_per
+            found[d.name] = Truth(layout, same and scaled, f"{declared.scale}, of the {per}")
         return found
 
 
@@ -266,10 +267,12 @@ class Truth(NamedTuple):
     Attributes:
         layout: How it was cut; None for whole.
         as_planned: Whether that, and its scale, are as planned.
+        scale: The scale rule, as an audit names it.
     """
 
     layout: Layout | None
     as_planned: bool
+    scale: str
 
 
 def _no_whole(layout: Layout | None) -> Layout | None:
@@ -322,9 +325,10 @@ def audited(
     return audit(question)
 
 
-# Right: the cut, and whether that is the plan. Excluded: rightly said not to be the plan, without
+# Right: the cut, and whether that is the plan. Scale open: the cut, and of several scale rules that
+# are named as fitting it is not the planned one. Excluded: rightly said not to be the plan, without
 # the cut. Undecided. Wrong: another cut than it was, or the plan where it was not or the reverse.
-OUTCOMES = ("right", "excluded", "undecided", "wrong")
+OUTCOMES = ("right", "scale open", "excluded", "undecided", "wrong")
 
 
 def judged(row: AuditedWeight, truth: Truth) -> str:
@@ -333,12 +337,16 @@ def judged(row: AuditedWeight, truth: Truth) -> str:
         return "undecided"
     if row.outcome not in ("as planned", "otherwise"):
         raise AssertionError(f"{row.weight} is {row.outcome}: {row.reason}")
+    observed = None if row.observed in ("", "whole") else Layout.parse(row.observed)
+    cut = bool(row.observed) and _alike(observed, truth.layout)
+    if row.outcome == "as planned" and not truth.as_planned:
+        named = row.scale.split(" or ")
+        return "scale open" if cut and len(named) > 1 and truth.scale in named else "wrong"
     if (row.outcome == "as planned") != truth.as_planned:
         return "wrong"
     if not row.observed:
         return "excluded"
-    observed = None if row.observed == "whole" else Layout.parse(row.observed)
-    return "right" if _alike(observed, truth.layout) else "wrong"
+    return "right" if cut else "wrong"
 
 
 def judgement(found: Audit, truth: Mapping[str, Truth]) -> Counter[str]:

@@ -538,6 +538,13 @@ def test_notes_say_what_the_audit_rests_on() -> None:
     assert found[-1].startswith("This is evidence from a run")
 
 
+def test_weights_whose_scale_is_open_are_counted() -> None:
+    two = f"{BLOCKS} or {MATRIX}"
+    made = audited(weight(), *(weight(layer=i, scale=two) for i in (1, 2)))
+    assert "2 weights as planned whose scale may be by another rule" in audit_notes(made)
+    assert not [line for line in audit_notes(audited(weight())) if "another rule" in line]
+
+
 def test_what_was_recorded_was_asked() -> None:
     recorded = Evidence("capture", "", "", ("momentum",), 0, ())
     found = audit_notes(audited(weight(), evidence=recorded))

@@ -238,6 +238,8 @@ def audit_notes(audit: Audit) -> list[str]:
         said.append(f"{counted(count, 'weight')} {outcome}: {reason or 'no reason is recorded'}")
     if rest := sum(reasons.values()) - sum(n for _, n in reasons.most_common(_MOST_REASONS)):
         said.append(f"{counted(rest, 'more weight')} undecided or unread for other reasons")
+    if several := sum(" or " in w.scale for w in audit.weights if w.outcome == "as planned"):
+        said.append(f"{counted(several, 'weight')} as planned whose scale may be by another rule")
     return list(map(one_line, [*said, caveat(audit)]))
 
 
