@@ -248,11 +248,13 @@ class Run:
         return path
 
     def truth(self) -> dict[str, "Truth"]:
-        """What became of every Muon weight, by name."""
+        """What became of every Muon weight that got a gradient, by name."""
         declared = dialect_named(self.plan.dialect).arithmetic
         by_matrix = self.dialect.arithmetic.scale_per == "matrix"
         found: dict[str, Truth] = {}
         for d in self.plan.decisions:
+            if self.model.get_parameter(d.name).grad is None:
+                continue
             layout = self.layouts[d.name]
             same = _alike(layout, _no_whole(d.layout))
             scaled = not by_matrix or _unscaled(declared.scale, layout, d.shape)
@@ -350,9 +352,8 @@ def judged(row: AuditedWeight, truth: Truth) -> str:
 
 
 def judgement(found: Audit, truth: Mapping[str, Truth]) -> Counter[str]:
-    """How many weights are judged which way, of those that moved at all."""
-    moved = [row for row in found.weights if row.reason != "it did not move"]
-    return Counter(judged(row, truth[row.weight]) for row in moved)
+    """How many weights are judged which way, of those that got a gradient."""
+    return Counter(judged(row, truth[row.weight]) for row in found.weights if row.weight in truth)
 
 
 def mistakes(found: Audit, truth: Mapping[str, Truth]) -> list[tuple[Any, ...]]:
@@ -364,7 +365,7 @@ def mistakes(found: Audit, truth: Mapping[str, Truth]) -> list[tuple[Any, ...]]:
             *("margin", row.margin, "sigma", row.sigma, "next", row.next, found.settings.lr),
         )
         for row in found.weights
-        if judged(row, truth[row.weight]) == "wrong"
+        if row.weight in truth and judged(row, truth[row.weight]) == "wrong"
     ]
 
 

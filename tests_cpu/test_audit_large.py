@@ -76,7 +76,8 @@ def checkpoints(folder: Path, layers: Sequence[int]) -> None:
         part = "indexer." if leaf == "weights_proj" else ""
         names = [f"model.layers.{layer}.self_attn.{part}{leaf}.weight" for layer in layers]
         first = decisions[names[0]]
-        step = LR * stepped(first.layout, *first.shape, source)
+        rows, cols = first.shape
+        step = LR * stepped(first.layout, rows, cols, source)
         for name in names:
             before[name] = 0.02 * torch.randn(first.shape, generator=source)
             after[name] = before[name] - step
@@ -98,22 +99,31 @@ class Ran(NamedTuple):
     memory: float
 
 
+# What it held at most is asked of itself: a child's usage begins with its parent's.
+RUN = """
+import atexit, sys
+from pathlib import Path
+from muonsplit.cli import main
+atexit.register(lambda: Path(sys.argv[1]).write_text(Path("/proc/self/status").read_text()))
+main(sys.argv[2:])
+"""
+
+
 def audited(folder: Path, layers: str) -> Ran:
     """The command, in a process of its own, with as many threads as it takes."""
-    names = f"model.layers.{layers}.self_attn.*_proj.weight"
+    names, status = f"model.layers.{layers}.self_attn.*_proj.weight", folder / "status"
     command = [
-        *(sys.executable, "-m", "muonsplit", "audit"),
+        *(sys.executable, "-c", RUN, status, "audit"),
         *(folder / "before.safetensors", folder / "after.safetensors"),
         *("--model", "glm-5.2", "--dialect", DIALECT, "--weights", names),
         *("--lr", str(LR), "--weight-decay", "0", "--report", folder / "report"),
     ]
     free = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    with (folder / "said").open("w") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said, env=free)
-        _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    code = subprocess.run(command, env=free, capture_output=True, check=False).returncode
     weights = sound(folder / "report" / "certificate.json").weights
-    return Ran(process.returncode, weights, used.ru_maxrss / 2**20)
+    lines = status.read_text().splitlines()
+    most = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    return Ran(code, weights, most / 2**20)
 
 
 @pytest.mark.corpus

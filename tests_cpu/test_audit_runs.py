@@ -72,6 +72,18 @@ def test_no_weight_is_read_wrong_at_a_fitted_rate(
     assert judged["right"] > sum(judged.values()) / 2, judged
 
 
+def test_a_rate_that_was_fitted_on_cut_weights_is_not_relied_on(tmp_path: Path) -> None:
+    run = runs.trained("llama-256", "dion")
+    found = one_step(tmp_path, run, run.stepped(CUTS["shards of two ranks"]))
+    assert outcomes(found) == {"undecided": 6}
+    assert outcomes(found, ("o_proj", "gate_proj", "up_proj", "down_proj")) == {"otherwise": 8}
+    split = [w for w in found.weights if w.planned != "whole"]
+    assert {w.reason.split(":")[0] for w in split} == {
+        "most weights that the learning rate was fitted on were cut themselves"
+    }
+    assert found.verdict is Verdict.VIOLATES
+
+
 @pytest.mark.corpus
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("cut", KNOWN)

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from muonsplit.audit.cuts import WHOLE, cuts
 from muonsplit.audit.decay import Decay, Lost
@@ -55,7 +56,7 @@ def audit(question: Question) -> Audit:
         shown.add(kind)
         rows.append(question.state.once("decided", d.name, AuditedWeight, one.row))
     _refuse_backwards(rows)
-    return _audit(question, rows, possible, rates, lost, known)
+    return _audit(question, _on_firm_ground(question, rows), possible, rates, lost, known)
 
 
 def _measured(
@@ -124,6 +125,30 @@ def _settled(question: Question, weights: Mapping[str, Weight]) -> tuple[list[Ru
             best = rule, rates, count
     rest = [rule for rule in every if rule is not best[0]]
     return [best[0], *rest], best[1]
+
+
+def _on_firm_ground(question: Question, rows: Sequence[AuditedWeight]) -> list[AuditedWeight]:
+    """Takes back what rests on a rate that was fitted on weights that turned out to be cut."""
+    told = all(question.told(row.weight).lr is not None for row in rows)
+    anchors = [row.observed for row in rows if row.planned == written(None) and row.observed]
+    if told or 2 * anchors.count(written(None)) >= len(anchors):
+        return list(rows)
+    reason = "most weights that the learning rate was fitted on were cut themselves: give it"
+    return [
+        replace(
+            row,
+            observed="",
+            outcome="undecided",
+            reason=reason,
+            margin=0.0,
+            sigma=0.0,
+            next="",
+            scale="",
+        )
+        if row.planned != written(None) and row.scale
+        else row
+        for row in rows
+    ]
 
 
 def _unread(d: Decision, reason: str) -> AuditedWeight:
