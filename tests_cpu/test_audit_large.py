@@ -1,6 +1,6 @@
 """Attention of GLM-5.2 at full width, from checkpoints to the answer.
 
-What has to be done at least, a layer: 1.2 GB are read twice, once to measure and once to decide,
+What has to be done at least, a layer: 1.3 GB are read twice, once to measure and once to decide,
 and of every hypothesis that may hold, Gram matrices of blocks on their smaller side, d²n
 multiplications each.
 """
