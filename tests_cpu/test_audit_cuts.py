@@ -276,7 +276,7 @@ def decided(
     along = {axis: coordinates(change.mT if axis else change) for axis in (0, 1)}
 
     def compare(candidate: Layout | None, other: Layout | None) -> Gain:
-        return compared(along.__getitem__, candidate, other, 0)
+        return compared(along.__getitem__, candidate, other)
 
     each = tried(shape)
     sizes = {name: sized(change, layout, None) for name, layout in each.items()}

@@ -50,7 +50,7 @@ def decided(change: Tensor) -> Decided:
     given = coordinates(change)
 
     def compare(candidate: Layout | None, other: Layout | None) -> Gain:
-        return compared(lambda axis: given, candidate, other, 0)
+        return compared(lambda axis: given, candidate, other)
 
     sizes = {name: sized(change, layout, None) for name, layout in CUTS.items()}
     weight = Weight(tuple(change.shape), CUTS, sizes)

@@ -89,12 +89,13 @@ def coordinates(change: Tensor) -> Coordinates:
     Args:
         change: ``[rows, cols]``; of a large one some rows stand for all.
     """
-    plain, directions = _plain(change.float()), _lifted(change.float())
+    change = change.float()
+    plain, directions = _plain(change), _lifted(change)
     if directions is None:
         return Coordinates(plain, plain)
     many = directions.shape[1]
     mixed, _ = torch.linalg.qr(torch.randn(many, many, generator=_source(0)))
-    free = change.float() @ (directions @ mixed)
+    free = change @ (directions @ mixed)
     return Coordinates(plain, Part(list(range(len(free))), [], free))
 
 
@@ -127,7 +128,7 @@ def _lifted(change: Tensor) -> Tensor | None:
 
 
 def compared(
-    along: Callable[[int], Coordinates], candidate: Layout | None, other: Layout | None, seed: int
+    along: Callable[[int], Coordinates], candidate: Layout | None, other: Layout | None
 ) -> Gain:
     """How much larger a candidate's blocks would be by chance, if another cut were true.
 
@@ -135,14 +136,11 @@ def compared(
         along: The change by the axis of a cut.
         candidate: The cut that is asked about.
         other: The cut that is taken for true.
-        seed: Seeds what is drawn.
     """
     # Turning larger blocks turns those inside along with them: nothing would change.
     if candidate is not None and refines(candidate, other):
-        return mixed(along(candidate.axis), candidate, other, seed)
-    return (
-        Gain(1.0, math.inf) if other is None else turned(along(other.axis), candidate, other, seed)
-    )
+        return mixed(along(candidate.axis), candidate, other, 0)
+    return Gain(1.0, math.inf) if other is None else turned(along(other.axis), candidate, other, 0)
 
 
 def turned(given: Coordinates, candidate: Layout | None, other: Layout, seed: int) -> Gain:
@@ -183,13 +181,13 @@ def mixed(given: Coordinates, candidate: Layout, other: Layout | None, seed: int
         seed: Seeds the mixing, by permutations.
     """
     rows, _, values = given.free
-    mine = _some(groups(candidate, rows), _MOST_MIXED)
+    theirs, mine = groups(other, rows), _some(groups(candidate, rows), _MOST_MIXED)
     source = _source(seed)
     seen = _tops(values, mine, False).amax(0, keepdim=True)
     tops: list[Tensor] = []
     for _ in range(_draws(1)):
         moved = torch.empty_like(values)
-        for group in groups(other, rows):
+        for group in theirs:
             order = torch.randperm(len(group), generator=source)
             moved[group] = values[group[order]]
         tops.append(_tops(moved, mine, False).amax(0, keepdim=True))

@@ -72,7 +72,7 @@ class One:
         return self._change.values
 
     def _compare(self, candidate: Layout | None, other: Layout | None) -> Gain:
-        return compared(self._along, candidate, other, 0)
+        return compared(self._along, candidate, other)
 
     def _along(self, axis: int) -> Coordinates:
         if axis not in self._turned:

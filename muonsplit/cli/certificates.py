@@ -221,10 +221,14 @@ def _verify_audit(path: Path, replay: bool) -> None:
 @click.option("--audit", is_flag=True, help="Of an audit of a run instead.")
 def schema_command(audit: bool) -> None:
     """The JSON Schema of a certificate."""
-    from muonsplit.audit.statement import AuditStatement
     from muonsplit.certificate.schema import schema
 
-    click.echo(schema(AuditStatement, "muonsplit audit") if audit else schema())
+    if not audit:
+        click.echo(schema())
+        return
+    from muonsplit.audit.statement import AuditStatement
+
+    click.echo(schema(AuditStatement, "muonsplit audit"))
 
 
 @cli.command("matrix")
